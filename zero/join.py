@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero._torch.modules import parameters_of
+from zero.comm.oplog import COUNT
 from zero.wrappers import comms_of, unwrapped
 
 T = TypeVar("T")
@@ -49,13 +50,12 @@ def join(batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, float]]:
     Raises ValueError, on every rank, where a rank has no batch at all.
     """
     comms = comms_of(unwrapped(model)[1])
-    channels = [comm.channel("the count of ranks that have a batch, in zero.join") for comm in comms]
     ranks, batch = math.prod(comm.world for comm in comms), _END
     for given in chain(batches, repeat(_END)):
         having = torch.tensor(int(given is not _END), device="cpu")
-        for comm, channel in zip(comms, channels, strict=True):
+        for comm in comms:
             comm.log.begin_schedule()
-            comm.all_reduce(having, channel=channel)
+            comm.all_reduce(having, channel=COUNT)
         if batch is _END and having < ranks:
             flags = "1" if given is _END else "0"
             for comm in comms:

@@ -31,7 +31,7 @@ import zero
 from inner import Comm
 from matrix import WHOLE, only
 from runs import sgd, take_step
-from transports import between_hosts, overlapping
+from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero.comm import waiting, watchdog
 from zero.comm.forked import held
 from zero.comm.oplog import Log
@@ -216,16 +216,29 @@ def test_an_error_of_2_mib_reaches_ranks_that_wait(rank, world):
         assert "the victim's own" in ranks.refusal(lambda: comm.agree(0))
 
 
-@gpus.cpu_only("between hosts")
-@pytest.mark.parametrize("comes", [False, True])
+COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "barrier": dist.barrier,
+    "all_reduce": lambda: dist.all_reduce(torch.zeros(2)),
+    "broadcast": lambda: dist.broadcast(torch.zeros(2), 0),
+    "all_gather_object": lambda: dist.all_gather_object([None, None], "an object"),
+}
+
+
+@gpus.cpu_only("over NCCL no collective of torch blocks the host")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("collective", "comes"), [*((name, False) for name in COLLECTIVES), ("barrier", True), ("all_reduce", True)]
+)
 @ranks.on(2, timeout=30)
-def test_a_rank_that_evaluates_while_others_are_in_a_barrier_is_told_unless_a_thread_may_come(rank, world, comes):
-    """As in `if rank == 0: evaluate(model)` before `dist.barrier()`."""
+def test_a_rank_that_evaluates_while_others_are_in_a_collective_is_told_unless_a_thread_may_come(
+    rank, world, collective, comes, transport
+):
+    """As in `if rank == 0: evaluate(model)` before `dist.barrier()`, or before an average of the loss."""
     said: list[str] = []
     of_tests = {ranks.__file__}  # whose threads call nothing
     is_idle = watchdog._is_idle
     with (
-        between_hosts(),
+        by(transport),
         mock.patch.object(watchdog, "APART", 1.0),
         mock.patch.object(watchdog, "_is_idle", lambda file: file in of_tests or is_idle(file)),
         mock.patch.object(waiting, "say", said.append),
@@ -247,7 +260,7 @@ def test_a_rank_that_evaluates_while_others_are_in_a_barrier_is_told_unless_a_th
             thread.start()
         if rank == 0:
             text = ranks.refusal(evaluate)
-        dist.barrier()
+        COLLECTIVES[collective]()
         if comes and rank == 1:
             thread.join()
     told = (
@@ -256,7 +269,7 @@ def test_a_rank_that_evaluates_while_others_are_in_a_barrier_is_told_unless_a_th
     if comes:
         assert not text and not said
     elif rank == 0:
-        assert text.startswith(f"RuntimeError: {told}torch.distributed.barrier()."), text
+        assert text.startswith(f"RuntimeError: {told}torch.distributed.{collective}()."), text
     else:
         assert [line.startswith(f"rank 1: {told}") for line in said] == [True], said
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from zero.comm.oplog import (
     rebuilt,
     text_of,
 )
-from zero.comm.transport import BATCH, Message, Work, batches, copy_into, empty_flat, flatten, lengths
+from zero.comm.transport import BATCH, Message, Work, as_flat, batches, copy_into, empty_flat, flatten, lengths
 
 # -------------------------------------------------------------------------------------------------------------- traffic
 #
@@ -270,8 +271,7 @@ class Comm:
         if self.world == 1:
             return
         for batch in batches(tensors):
-            alone = batch[0].detach().view(-1) if len(batch) == 1 and batch[0].is_contiguous() else None
-            flat = alone
+            flat = alone = as_flat(batch[0]) if len(batch) == 1 else None
             if flat is None:
                 flat = flatten(batch) if self.rank == source else empty_flat(batch)
             bounds = [0] * (source + 1) + [len(flat)] * (self.world - source)
@@ -327,9 +327,16 @@ class Comm:
         before.wait()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
-        """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
-        channel: number of the operation, which ranks compare; by default all such sums share one number."""
-        if self.world > 1:
+        """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks: NaN
+        where any rank has NaN. channel: number of the operation, which ranks compare; by default all such sums share
+        one number."""
+        if self.world > 1 and maximum and tensor.is_floating_point():  # Gloo's and NCCL's maxima drop NaN
+            numbers = tensor.nan_to_num(-math.inf, math.inf, -math.inf)
+            both = torch.stack([numbers, tensor.isnan().to(tensor.dtype)])
+            sent["other"] += 2 * both.nbytes * (self.world - 1) // self.world
+            self._transports[tensor.device.type].all_reduce(both, channel, 1, maximum=True).wait()
+            tensor.copy_(both[0].masked_fill_(both[1] > 0, math.nan))
+        elif self.world > 1:
             # What a ring sends, by a reduce-scatter and an all-gather, whichever way the transport takes.
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
             self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum).wait()

@@ -31,14 +31,24 @@ class Pipe(FileIO):
         held.discard(self)
         super().close()
 
+    def cut(self) -> None:
+        """Has the other side see the end of the pipe, while another thread may read or write here: that finds an empty
+        file. The number stays taken, which a `close` would free for any other file."""
+        if not self.closed:
+            _give_up_one(self)
+
+
+def _give_up_one(one: Any) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    # Another thread may have closed it and not taken it from `held` yet; dup2 to -1 raises.
+    if one.fileno() >= 0:
+        os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
+    os.close(nothing)
+
 
 def _give_up() -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
     for one in held:
-        # Another thread may have closed it and not taken it from `held` yet; dup2 to -1 raises.
-        if one.fileno() >= 0:
-            os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
-    os.close(nothing)
+        _give_up_one(one)
     held.clear()
     for failure in failures:
         failure.end_in_fork()

@@ -29,7 +29,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from zero.comm import waiting
 from zero.comm.forked import Pipe
 from zero.comm.oplog import COMPARISON, Log
 from zero.comm.store import StoreRendezvous
@@ -113,9 +112,10 @@ def host_name() -> str:
 #
 # The connections between the ranks of a process group on one host, which may read one another's memory.
 #
-# Each rank has a pipe from each other rank, over which these send two kinds of notes, of 16 bytes:
+# Each rank has a pipe from each other rank, over which these send two kinds of notes, of 24 bytes:
 #
-#     operation   the channel of the sender's next operation, and the address of the data that the other ranks read
+#     operation   the channel of the sender's next operation, the address of the data that the other ranks read, and
+#                 the number of bytes of the operation
 #     done        the sender has read all its data of the oldest operation for which it has not sent this note yet
 #
 # Tensors do not go through the pipes: `read_memory` copies their values from the memory of the other rank.
@@ -124,7 +124,10 @@ def host_name() -> str:
 # The number of a `done` note, in place of a channel.
 _DONE = -1
 
-_NOTE = struct.Struct("=qQ")
+_NOTE = struct.Struct("=qQQ")
+
+Note = tuple[int, int, int]
+"""Of an operation: channel, address, bytes."""
 
 # Seconds of one call of poll(2), which accepts no more than some weeks.
 _LONGEST_POLL = 3600
@@ -132,40 +135,44 @@ _LONGEST_POLL = 3600
 
 class Peer:
     """Another rank: its process, the pipe from it (`inbox`), and that to it (`outbox`). Notes that are not used yet:
-    `notes` about operations (channel and address), and the number of `done` notes. `closed`: whether the rank has ended
-    or closed its pipes."""
+    `notes` about operations, and the number of `done` notes. `closed`: whether the rank has ended or closed its
+    pipes."""
 
     def __init__(self, pid: int, inbox: Pipe, outbox: Pipe) -> None:
         self.pid, self.inbox, self.outbox = pid, inbox, outbox
-        self.notes: deque[tuple[int, int]] = deque()
+        self.notes: deque[Note] = deque()
         self.done = 0
         self.closed = False
 
     def has(self, needed: Callable[[Peer], bool]) -> bool:
         """Takes notes until there is what is needed. Returns False if there is not yet, or the rank has ended."""
         while not needed(self):
-            # Another thread that marks a failure closes the pipes: `read` would raise ValueError.
-            data = b"" if self.inbox.closed else self.inbox.read(_NOTE.size)
+            data = self.inbox.read(_NOTE.size)
             if not data:
                 # b"" is the end of the pipe; None only says that no note has come yet.
                 self.closed = data is not None
                 return False
             # Never a part of a note: a pipe takes up to PIPE_BUF bytes, at least 512, as a whole or not at all.
-            number, address = _NOTE.unpack(data)
-            if number == _DONE:
+            note = _NOTE.unpack(data)
+            if note[0] == _DONE:
                 self.done += 1
             else:
-                self.notes.append((number, address))
+                self.notes.append(note)
         return True
 
-    def send(self, note: bytes) -> None:
+    def send(self, note: bytes, timeout: float) -> None:
         """Sends a note. Blocks only if the peer has thousands of unread notes; it may then be blocked in a send itself.
+        Raises OSError if it reads none for `timeout` seconds.
 
         Does nothing if the peer has ended: this rank raises when it next waits for a note of the peer.
         """
+        begun: float | None = None
         try:  # not `suppress`, which takes a third as long as the write
             while self.outbox.write(note) is None:
-                _poll([self], to_send=True)
+                begun = begun or time.monotonic()
+                if (left := begun + timeout - time.monotonic()) < 0:
+                    raise OSError(f"process {self.pid} has read nothing for {timeout:g} s")
+                _poll([self], left, to_send=True)
                 # Empties the inbox: the peer may wait for room in it, and then reads nothing of this rank's.
                 self.has(lambda peer: False)
         except BrokenPipeError:
@@ -174,32 +181,25 @@ class Peer:
 
 class Peers:
     """The connections of one rank to all other ranks of its process group, by rank. timeout: seconds to wait for a note
-    of a rank before OSError is raised. close: closes all pipes.
-
-    `waits_for`: called once in a wait that takes long, with the ranks that are waited for and the channel of the
-        operation.
-    """
+    of a rank before OSError is raised. close: closes all pipes. `pipes`: these."""
 
     def __init__(self, peers: Mapping[int, Peer], timeout: float, close: Callable[[], object]) -> None:
         self._peers, self._timeout = peers, timeout
-        self.waits_for: Callable[[list[int], int], object] = lambda missing, channel: None
-        self._channel = _DONE
-        self.close = finalize(self, close)
+        self.pipes = [pipe for peer in peers.values() for pipe in (peer.inbox, peer.outbox)]
+        finalize(self, close)
 
-    def announce(self, number: int, address: int = 0) -> None:
-        """Sends all ranks the channel of this rank's operation, and the address of its data.
+    def announce(self, number: int, address: int = 0, nbytes: int = 0) -> None:
+        """Sends all ranks the channel of this rank's operation, the address of its data, and the bytes that it moves.
 
         The data must not change until `finish` has returned for this operation.
         """
-        note = _NOTE.pack(number, address)
+        note = _NOTE.pack(number, address, nbytes)
         for peer in self._peers.values():
-            peer.send(note)
+            peer.send(note, self._timeout)
 
-    def notes(self, channel: int) -> dict[int, tuple[int, int]]:
-        """Waits for the oldest note of each other rank that was not returned yet: channels and addresses, by rank.
-        channel: of this rank's own operation, until `finish`."""
-        self._channel = channel
-        self._wait(lambda peer: bool(peer.notes))
+    def notes(self) -> dict[int, Note]:
+        """Waits for the oldest note of each other rank that was not returned yet. Returns them by rank."""
+        self.wait_for(lambda peer: bool(peer.notes))
         return {rank: peer.notes.popleft() for rank, peer in self._peers.items()}
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
@@ -210,15 +210,15 @@ class Peers:
     def finish(self) -> None:
         """Tells all ranks that this rank has read its data, and waits until all others have."""
         self.announce(_DONE)
-        self._wait(lambda peer: peer.done > 0)
+        self.wait_for(lambda peer: peer.done > 0)
         for peer in self._peers.values():
             peer.done -= 1
 
-    def _wait(self, needed: Callable[[Peer], bool]) -> None:
+    def wait_for(self, needed: Callable[[Peer], bool]) -> None:
         """Raises OSError if a peer that is waited for has ended, or if one sends nothing in time."""
         if all(peer.has(needed) for peer in self._peers.values()):
             return
-        begun, patience = time.monotonic(), waiting.PATIENCE
+        begun = time.monotonic()
         while missing := {rank: peer for rank, peer in self._peers.items() if not peer.has(needed)}:
             for rank, peer in missing.items():
                 if peer.closed:
@@ -227,22 +227,16 @@ class Peers:
             if waited >= self._timeout:
                 silent = ", ".join(map(str, missing))
                 raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
-            if waited >= patience:
-                patience = self._timeout
-                self.waits_for([*missing], self._channel)
-            _poll(missing.values(), min(patience, self._timeout) - waited)
+            _poll(missing.values(), self._timeout - waited)
 
 
-def _poll(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: bool = False) -> None:
+def _poll(peers: Collection[Peer], seconds: float, *, to_send: bool = False) -> None:
     """Waits for a note of any of the peers, for the end of one, or until a note can be sent."""
     poll = select.poll()
     for peer in peers:
-        try:
-            poll.register(peer.inbox, select.POLLIN)
-            if to_send:
-                poll.register(peer.outbox, select.POLLOUT)
-        except ValueError:  # another thread, which marks a failure, has just closed it
-            return
+        poll.register(peer.inbox, select.POLLIN)
+        if to_send:
+            poll.register(peer.outbox, select.POLLOUT)
     poll.poll(min(seconds, _LONGEST_POLL) * 1000)
 
 
@@ -353,26 +347,33 @@ class HostMemory(Transport):
     def __init__(self, log: Log, peers: Peers, rank: int, world: int) -> None:
         self._log, self._peers, self._rank, self._world = log, peers, rank, world
         self._queue: list[QueuedWork] = []
-        peers.waits_for, close = log.waits_for, peers.close
-        # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
-        log.failure.at_failure.append(lambda _: close())
+        pipes = peers.pipes
+        # The other ranks wait for this rank to read: it will not. Not by the peers, which keep the log.
+        log.failure.at_failure.append(lambda _: deque(map(Pipe.cut, pipes), 0))
 
-    def _announce(self, channel: int, word: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Work:
-        """Announces an operation. `wait` returns the result of `finish`, which gets the words of the other ranks, by
-        rank. buffers: the owners of all memory that any rank reads or writes."""
-        with Operation(self._log, channel, buffers):
-            self._peers.announce(channel, word)
-        return QueuedWork(partial(self._finish, channel, buffers, finish), self._queue)
+    def _announce(
+        self, channel: int, word: int, nbytes: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]
+    ) -> Work:
+        """Announces an operation of so many bytes on each rank. `wait` returns the result of `finish`, which gets the
+        words of the other ranks, by rank. buffers: the owners of all memory that any rank reads or writes."""
+        with Operation(self._log, channel, buffers, (OSError,)):  # torch, which sums, raises RuntimeError
+            self._log.record(channel)
+            work = QueuedWork(partial(self._finish, channel, nbytes, buffers, finish), self._queue)
+            self._peers.announce(channel, word, nbytes)
+        return work
 
-    def _finish(self, channel: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Any:
-        with Operation(self._log, channel, buffers):
-            notes = self._peers.notes(channel)
-            self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
-            return finish({rank: word for rank, (_, word) in notes.items()})
+    def _finish(self, channel: int, nbytes: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Any:
+        with Operation(self._log, channel, buffers, (OSError,)):  # torch, which sums, raises RuntimeError
+            notes = self._peers.notes()
+            self._log.refuse_differing(channel, {rank: number for rank, (number, *_) in notes.items()})
+            if any(size != nbytes for *_, size in notes.values()):
+                self._log.out_of_step({})
+            return finish({rank: word for rank, (_, word, _) in notes.items()})
 
     def _launch(
         self,
         channel: int,
+        nbytes: int,
         shown: Sequence[Tensor],
         read: Callable[[Addresses], Any],
         buffers: object,
@@ -392,7 +393,7 @@ class HostMemory(Transport):
             return result
 
         word = sum(own) if table is None else table.data_ptr()
-        return self._announce(channel, word, (shown, table, buffers), read_all)
+        return self._announce(channel, word, nbytes, (shown, table, buffers), read_all)
 
     def _addresses(self, rank: int, word: int, count: int) -> list[int]:
         if count == 1:
@@ -402,10 +403,10 @@ class HostMemory(Transport):
         return table.tolist()
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        # The log has only operations by other transports of the group: notes compare those of this one. A note has room
-        # for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
+        # The digest has only operations by other transports of the group: notes compare those of this one. A note has
+        # room for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
         digest = self._log.digest & _DIGEST_MASK
-        received: Mapping[int, int] = self._announce(channel, digest << 2 | flags, None, lambda words: words).wait()
+        received: Mapping[int, int] = self._announce(channel, digest << 2 | flags, 0, None, lambda words: words).wait()
         if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._log)
         self._log.clear()
@@ -413,7 +414,7 @@ class HostMemory(Transport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         shards = [full[low:high] for low, high in pairwise(bounds)]
-        return self._launch(channel, [shards[self._rank]], partial(self._read_each, shards), full)
+        return self._launch(channel, full.nbytes, [shards[self._rank]], partial(self._read_each, shards), full)
 
     def _read_each(self, tensors: Sequence[Tensor] | Tensor, addresses: Addresses) -> None:
         """Reads from each other rank into the tensor that is in its place."""
@@ -426,7 +427,8 @@ class HostMemory(Transport):
     def _reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         flats = [flat for flat, _ in messages]
         shares = [[0, *accumulate(counts)][self._rank : self._rank + 2] for _, counts in messages]
-        return self._launch(channel, flats, partial(self._sum, flats, shares, times, into), into)
+        nbytes = sum(flat.nbytes for flat in flats)
+        return self._launch(channel, nbytes, flats, partial(self._sum, flats, shares, times, into), into)
 
     def _sum(
         self,
@@ -479,7 +481,7 @@ class HostMemory(Transport):
         """Returns the tensors of all ranks, one row a rank."""
         rows = flat.new_empty(self._world, len(flat))
         rows[self._rank] = flat
-        self._launch(channel, [rows[self._rank]], partial(self._read_each, rows), rows).wait()
+        self._launch(channel, rows.nbytes, [rows[self._rank]], partial(self._read_each, rows), rows).wait()
         return rows
 
     def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
@@ -495,4 +497,4 @@ class HostMemory(Transport):
                     self._peers.read(rank, int(address), place)
             self._peers.finish()
 
-        return self._announce(channel, table.data_ptr(), (into, flat, table), read)
+        return self._announce(channel, table.data_ptr(), 0, (into, flat, table), read)  # each rank sends others

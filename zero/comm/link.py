@@ -112,13 +112,12 @@ class Link:
         assert self._store is not None
         with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
             self._agree_on_settings(exchange)
-            peers = rendezvous(exchange, settings.host_memory())
+            peers, store = rendezvous(exchange, settings.host_memory()), self._watch(exchange)
             if peers is not None:
                 return HostMemory(self.log, peers, self.rank, self.world)
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             how: Any = {"timeout": timeout, "address": exchange.address(), "lazy": lazy}
-            store = self._watch(exchange)
 
             def level(ranks: list[int]) -> Any:
                 own, where = dist.PrefixStore(f"of {ranks}", store), (ranks.index(self.rank), len(ranks))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from zero.comm import forked
 from zero.comm.store import RaisedText
@@ -33,7 +33,7 @@ from zero.comm.waiting import running_call, say_waiting
 # The kinds of operations of a process group, each with a number, the channel, and a name for errors.
 
 
-COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, AGREEMENT, READ = range(9)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, AGREEMENT, READ, COUNT = range(10)
 """Channels that every process group has."""
 
 
@@ -66,6 +66,7 @@ class Channels:
             "a reduction",
             "the collection of full tensors or state",  # of Together, within which tensors are collected
             "the reading of a sharded tensor, whose elements all ranks have together",
+            "the count of ranks that have a batch, in zero.join",
         ]
         self._remedies = {READ: READ_BY_ALL}
 
@@ -81,6 +82,7 @@ class Channels:
 
     def name(self, channel: int) -> str:
         """Returns the name of a channel, for errors."""
+        channel = max(channel, ~channel)
         channel, part = channel % _PARTS, channel // _PARTS
         name = self._names[channel] if channel < len(self._names) else f"operation number {channel}"
         return f"{name}, its parameter {part - 1}" if part else name
@@ -90,10 +92,11 @@ class Channels:
         the bytes of operations do."""
         difference = "their last operations moved different numbers of bytes"
         if channels:
+            new = {rank: ", before which it called other things" * (channel < 0) for rank, channel in channels.items()}
             first, *others = channels
-            operations = ", ".join(f"rank {other} in {self.name(channels[other])}" for other in others)
-            difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
-        remedies = {self._remedies.get(channel % _PARTS, "") for channel in channels.values()}
+            operations = ", ".join(f"rank {other} in {self.name(channels[other])}{new[other]}" for other in others)
+            difference = f"rank {first} is in {self.name(channels[first])}{new[first]}, but {operations}"
+        remedies = {self._remedies.get(max(channel, ~channel) % _PARTS, "") for channel in channels.values()}
         # What one rank reads alone the others do not have: their operation has another remedy, or none.
         alike = READ_BY_ALL if READ_BY_ALL in remedies else remedies.pop() if len(remedies) == 1 else ""
         call = running_call()
@@ -198,20 +201,29 @@ class Failure:
             self._coupled.add(other)
             other._coupled.add(self)
 
-    def of_transfer(self, channel: int | None, buffers: object, error: BaseException) -> None:
-        """Records the failure of a transfer. Raises RuntimeError with a message for the user for an error of a backend
-        or the system, and nothing for others, such as Ctrl-C."""
+    def of_transfer(
+        self,
+        channel: int | None,
+        buffers: object,
+        error: BaseException,
+        of_others: tuple[type[BaseException], ...] = (RuntimeError, OSError),
+    ) -> None:
+        """Records the failure of a transfer. Raises RuntimeError with a message for the user for errors of the classes
+        by which a backend, or the system, tells of other ranks; nothing for this rank's own, such as Ctrl-C."""
         self._kept_alive.append(buffers)
         if not self.broken:
             self.inquire()
         if not self.broken:  # else ranks are out of step, one is missing, or an earlier transfer failed
             operation = running_call() or ("a transfer" if channel is None else self._channels.name(channel))
-            self.mark_broken(
-                f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or "
-                f"did not reach this operation. {REMEDY} ({error})",
-                by_another=isinstance(error, (RuntimeError, OSError)),
-            )
-        if isinstance(error, (RuntimeError, OSError)):
+            by_another = isinstance(error, of_others)
+            why = f"rank {self._rank} has raised {type(error).__name__} in {operation}. {text_of(error)}".rstrip()
+            if by_another:
+                why = (
+                    f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, "
+                    f"or did not reach this operation. {REMEDY} ({error})"
+                )
+            self.mark_broken(why, by_another=by_another)
+        if isinstance(error, of_others):
             raise RuntimeError(self._why()) from error
 
 
@@ -288,12 +300,14 @@ class Log:
         # Asked here, too: a call in each operation would take 0.3 microseconds in place of 0.05.
         if self.failure.broken:
             self.failure.refuse_if_broken()
-        self._last.append(channel)
-        self._length += 1
         # Of integers: hash() is the same in all processes, unlike that of texts.
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
-        if self.each or self._unsettled or self._position not in self._settled:
+        compares = self.each or self._unsettled or self._position not in self._settled
+        # Another number: ranks wait in vain where one compares what another has launched.
+        self._last.append(~channel if compares else channel)
+        self._length += 1
+        if compares:
             self._unsettled = False
             compare(channel)
             if len(self._settled) == _MOST_SETTLED:
@@ -310,11 +324,12 @@ class Log:
 
     @property
     def history(self) -> tuple[int, list[int]]:
-        """The number of operations since the last comparison, and the channels of the last TAIL of them."""
+        """The number of operations since the last comparison, and the channels of the last TAIL of them, inverted where
+        ranks compare the operation."""
         return self._length, [*self._last]
 
     @property
-    def position(self) -> tuple[int, int]:
+    def position(self) -> Position:
         """The number of comparisons, and of operations since the last one. All ranks pass the same positions."""
         return self.comparisons, self._length
 
@@ -403,15 +418,26 @@ def loaded(sent: str) -> Exception:
     return rebuilt(json.loads(sent))
 
 
+Position = tuple[int, int]
+"""How far a rank has come: the number of comparisons, and of operations since the last one."""
+
+
+class _Told(list[tuple["ref[Log]", int, Position]]):
+    """Where an error was told. Copies of it, as one that another process gets, were told nowhere."""
+
+    def __reduce__(self) -> Any:
+        return _Told, ()
+
+
 def mark_told(error: BaseException, logs: Sequence[Log]) -> None:
     """Notes that all ranks of these groups raise it, too, now."""
-    vars(error)[_TOLD] = [(log, log.sections_entered, log.position) for log in logs]
+    vars(error)[_TOLD] = _Told((ref(log), log.sections_entered, log.position) for log in logs)
 
 
 def is_told(error: BaseException, logs: Sequence[Log]) -> bool:
     """Returns whether all ranks of these groups were told of it, as long as it is on its way out of one call: the same
     object may be raised again in a later one."""
-    told = {log: (entered, at) for log, entered, at in vars(error).get(_TOLD, ())}
+    told = {log(): (entered, at) for log, entered, at in vars(error).get(_TOLD, ())}
     for log in logs:
         entered, at = told.get(log, (None, None))
         if entered != log.sections_entered or not (log.sections or at == log.position):

@@ -40,20 +40,26 @@ class StoreRendezvous:
         self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(world)] for kind in ("drawn", "read"))
 
     def __enter__(self) -> StoreRendezvous:
-        store, pause = self.store, 0.001
+        store = self._outer = self.store
         store.set(self._drawn[self.rank], secrets.token_hex(8))
-        self._wait(self._drawn)
         self.nonce = ""
-        while True:
-            # A rank that has read what an earlier one has left reads again, until all have read the same.
+
+        def all_have_read() -> bool:
+            """A rank that has read what an earlier one has left reads again, until all have read the same."""
+            if not store.check(self._drawn):
+                return False
             drawn = hashlib.sha256(b" ".join(store.multi_get(self._drawn))).hexdigest()[:16]
             if drawn != self.nonce:
                 self.nonce = drawn
                 store.set(self._read[self.rank], drawn)
-            self._wait(self._read)
-            if {*store.multi_get(self._read)} == {drawn.encode()}:
-                break
-            time.sleep(pause := min(2 * pause, 0.2))
+            return store.check(self._read) and {*store.multi_get(self._read)} == {drawn.encode()}
+
+        def others() -> list[int]:
+            if missing := self._without(self._drawn) or self._without(self._read):
+                return missing
+            return [rank for rank, read in enumerate(store.multi_get(self._read)) if read != self.nonce.encode()]
+
+        self._wait(all_have_read, others)
         self.store = dist.PrefixStore(self.nonce, store)
         return self
 
@@ -62,7 +68,7 @@ class StoreRendezvous:
         keys = [f"{self._rounds}/{rank}" for rank in range(self.world)]
         self._rounds += 1
         self.store.set(keys[self.rank], data.hex() or "-")
-        self._wait(keys)
+        self._wait(lambda: self.store.check(keys), lambda: self._without(keys))
         texts = [value.decode() for value in self.store.multi_get(keys)]  # one request, however many ranks there are
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
 
@@ -74,23 +80,32 @@ class StoreRendezvous:
         # Where the store is, the host may know its own name by a loopback address alone: others know it by another.
         return own or next((there for own, there in told if own), "")
 
-    def _wait(self, keys: list[str]) -> None:
+    def _without(self, keys: list[str]) -> list[int]:
+        """The ranks whose keys are not there."""
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+    def _wait(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Waits until it is done. Raises RuntimeError at the time-out. missing: the ranks that are waited for."""
         # Not by `wait` of the store: it hears no Ctrl-C meanwhile.
         begun, pause, said = time.monotonic(), 0.001, False
-        while not self.store.check(keys):
+        while not done():
             time.sleep(pause := min(2 * pause, 0.2))
             waited, limit = time.monotonic() - begun, self.timeout.total_seconds()
             if waited > min(limit, waiting.PATIENCE) and (waited > limit or not said):
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                ranks = missing()
                 if waited > limit:
-                    raise RuntimeError(f"rank {', '.join(map(str, missing))} did not come within {limit:g} s")
-                waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
+                    raise RuntimeError(f"rank {', '.join(map(str, ranks))} did not come within {limit:g} s")
+                waiting.say_waiting(self.rank, ranks, "the first operation of a group, as in zero.setup or FSDP(...)")
                 said = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(Exception):  # the store has ended, or cannot delete keys
+            # Else a later rendezvous takes them for those of ranks that have not come to it. All ranks have read them
+            # that have come to a round.
+            for key in (self._drawn[self.rank], self._read[self.rank]) if self._rounds else ():
+                self._outer.delete_key(key)
             if self.store.add("left", 1) == self.world:
                 for number in range(self._rounds):
                     for rank in range(self.world):

@@ -62,11 +62,16 @@ def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Returns the tensors in batches for one message each, of one dtype and device and of limited size; without those
     that are empty or wrap others."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}  # of the last batch of each kind
     for tensor in tensors:
         if tensor.numel() and not wraps_others(tensor):  # which are frozen, and each rank keeps its own
-            same_kind = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
-            if same_kind[-1] and sum(batched.nbytes for batched in same_kind[-1]) + tensor.nbytes > BATCH:
+            kind = tensor.dtype, tensor.device
+            same_kind = by_kind.setdefault(kind, [])
+            size = sizes.get(kind, BATCH) + tensor.nbytes
+            if size > BATCH:
                 same_kind.append([])
+                size = tensor.nbytes
+            sizes[kind] = size
             same_kind[-1].append(tensor)
     return [batch for same_kind in by_kind.values() for batch in same_kind]
 
@@ -80,6 +85,12 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates flat tensors of one dtype. Plain torch.cat refuses some dtypes under the user's autocast; autocast
     does not apply to torch.cat with `out`."""
     return torch.cat([*tensors], out=tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)))
+
+
+def as_flat(tensor: Tensor) -> Tensor | None:
+    """Returns the tensor's own memory, flat; None where its elements are not there one after another as they are."""
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.detach().view(-1) if plain else None
 
 
 def empty_flat(batch: Sequence[Tensor]) -> Tensor:
@@ -168,12 +179,18 @@ class Operation:
     """A context for a part of an operation that can fail: its launch, or the wait for it. Keeps the buffers alive if it
     does, as what is in flight may still write into them. A class, as a context of contextlib takes as long as a launch.
 
-    channel: None before ranks have channels.
-    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+    channel: None before ranks have channels. of_others: classes of the errors by which the transport tells of others.
+    Raises RuntimeError for errors of these, and if an earlier transfer has failed.
     """
 
-    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
-        self._log, self._channel, self._buffers = log, channel, buffers
+    def __init__(
+        self,
+        log: Log,
+        channel: int | None,
+        buffers: object,
+        of_others: tuple[type[BaseException], ...] = (RuntimeError, OSError),
+    ) -> None:
+        self._log, self._channel, self._buffers, self._of_others = log, channel, buffers, of_others
 
     def __enter__(self) -> None:
         if self._log.failure.broken:
@@ -181,7 +198,7 @@ class Operation:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._log.failure.of_transfer(self._channel, self._buffers, error)
+            self._log.failure.of_transfer(self._channel, self._buffers, error, self._of_others)
 
 
 class GroupWork(Work):
@@ -329,12 +346,12 @@ class Local(Transport):
 def refuse_differing_logs(transport: Transport, log: Log) -> None:
     """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
     length, tail = log.history
-    # Filled up by -1: all ranks must pass as many bytes, however long their logs are.
-    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    # Filled up: all ranks must pass as many bytes, however long their logs are.
+    received = transport.all_gather_bytes(array("q", [length, *tail, *[0] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):
         length, *channels = array("q", history)
-        histories[rank] = length, [channel for channel in channels if channel >= 0]
+        histories[rank] = length, channels[: min(length, TAIL)]
     log.out_of_step(log.difference(histories))
 
 

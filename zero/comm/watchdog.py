@@ -41,7 +41,8 @@ import torch.utils.data
 
 from zero.comm import waiting
 from zero.comm.forked import held
-from zero.comm.oplog import Log
+from zero.comm.host_memory import Peers
+from zero.comm.oplog import Log, Position
 from zero.comm.store import StoreRendezvous, address_towards
 from zero.comm.transport import wait_watching
 
@@ -49,21 +50,29 @@ from zero.comm.transport import wait_watching
 #
 # Where all threads of a process stand, as far as that says what it can never come to.
 #
-# A rank that waits within zero for another one, and that one in torch.distributed.barrier(), can meet only if a further
-# thread of either makes the other's call. Where neither has such a thread they never meet.
+# A rank that waits within zero for another one, and that one in a collective of torch.distributed, such as barrier() or
+# an all_reduce() of the user's, can meet only if a further thread of either makes the other's call. Where neither has
+# such a thread they never meet. Over NCCL collectives do not block the host: there the time-out tells.
 
 
 WITHIN_ZERO = "zero"
 
-_WAITS, _BARRIER = wait_watching.__code__, inspect.unwrap(dist.barrier).__code__
+_WAITS = {wait_watching.__code__, Peers.wait_for.__code__}
+_COLLECTIVES: list[Any] = [
+    *(dist.all_reduce, dist.reduce, dist.broadcast, dist.broadcast_object_list, dist.barrier, dist.monitored_barrier),
+    *(dist.all_gather, dist.all_gather_into_tensor, dist.all_gather_object, dist.gather, dist.gather_object),
+    *(dist.reduce_scatter, dist.reduce_scatter_tensor, dist.scatter, dist.scatter_object_list),
+    *(dist.all_to_all, dist.all_to_all_single),
+]
+_BLOCKING = {inspect.unwrap(one).__code__: f"torch.distributed.{one.__name__}()" for one in _COLLECTIVES}
 # Threads of these call neither zero nor a barrier: torch's data loading, and what waits in the standard library.
 _IDLE = (str(Path(torch.utils.data.__file__).parent), str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 _OTHERS = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def standing() -> tuple[int, str, list[int]] | None:
-    """Returns an identity, in what this process waits, and for which ranks of the job if that is a barrier; None if it
-    may go on, or another of its threads may call something."""
+    """Returns an identity, in what this process waits, and of which ranks of the job if that is a collective of torch;
+    None if it may go on, or another of its threads may call something."""
     frames, found = sys._current_frames(), []
     for thread in threading.enumerate():
         outwards, frame = list[FrameType](), frames.get(thread.ident or 0)
@@ -72,9 +81,10 @@ def standing() -> tuple[int, str, list[int]] | None:
                 return None
             outwards.append(frame)
             frame = frame.f_back
-        waits = next((frame for frame in outwards if frame.f_code in (_WAITS, _BARRIER)), None)
-        if waits is not None:
-            found.append(waits)
+        within_zero = [frame for frame in outwards if frame.f_code in _WAITS]
+        waits = within_zero or [frame for frame in outwards if frame.f_code in _BLOCKING]
+        if waits:
+            found.append(waits[-1])  # what the user has called, not what that calls
         # A timer waits in the standard library for the time to call what the user has given it.
         elif thread is not threading.current_thread() and (
             isinstance(thread, threading.Timer) or not all(_is_idle(frame.f_code.co_filename) for frame in outwards)
@@ -83,9 +93,12 @@ def standing() -> tuple[int, str, list[int]] | None:
     if len(found) != 1:
         return None
     (frame,) = found
-    if frame.f_code is _WAITS:
+    if frame.f_code in _WAITS:
         return id(frame), WITHIN_ZERO, []
-    return id(frame), "torch.distributed.barrier()", dist.get_process_group_ranks(frame.f_locals.get("group"))
+    try:
+        return id(frame), _BLOCKING[frame.f_code], dist.get_process_group_ranks(frame.f_locals.get("group"))
+    except (RuntimeError, ValueError, KeyError):  # the group is being destroyed
+        return None
 
 
 def _is_idle(file: str) -> bool:
@@ -99,11 +112,8 @@ def _is_idle(file: str) -> bool:
 
 Message = dict[str, Any]
 
-Position = tuple[int, int]
-"""How far a rank has come: the number of comparisons, and of operations since the last one."""
-
 APART = 10.0
-"""Seconds for which ranks stand where they can never meet before all are told. A barrier that is met takes less."""
+"""Seconds for which ranks stand where they can never meet before all are told. What is met takes less."""
 
 _SILENT = "has not answered for {:.0f} s: its process stands still, or its host or the link to it is lost"
 
@@ -113,7 +123,7 @@ class State:
     """What a rank has said last of itself.
 
     heard: when. at: its position. log: its last operations if it stands there, `since` then; None while it moves.
-    held: in what it waits there if none of its threads can do anything else, and for which ranks of the
+    held: in what it waits there if none of its threads can do anything else, and of which ranks of the
     job, `held_since` then. failed: its error, if a transfer failed there. gone: how it has ended, empty if in order;
     None while it runs.
     """
@@ -146,6 +156,9 @@ class Hub:
         if "at" in message:
             state.at, state.log, state.since, state.held = tuple(message["at"]), message["log"], now, None
             self._new.add(rank)
+        if "unwatched" in message:
+            del self._states[rank]
+            return
         if "held" in message:
             state.held, state.held_since = message["held"] and tuple(message["held"]), now
         state.failed, state.gone = message.get("failed", state.failed), message.get("gone", state.gone)
@@ -204,7 +217,8 @@ class Hub:
 
     def _apart(self, standing: dict[int, State], furthest: Position, now: float) -> str | None:
         """Says that ranks can never meet: all of them have long stood where they can do nothing else, some in an
-        operation of zero that the others have not launched, and these in a barrier of which those are part."""
+        operation of zero that the others have not launched, and these in a collective of torch of which those are
+        part."""
         if len(standing) < len(self._ranks):
             return None
         if any(state.held is None or now - state.held_since < APART for state in standing.values()):
@@ -215,15 +229,16 @@ class Hub:
         if not here or not there or any((standing[rank].at == furthest) != (rank in here) for rank in standing):
             return None
         for rank in there:
-            of_barrier = {*held[rank][1]}
-            if not of_barrier <= {*self._ranks} or not of_barrier & {self._ranks[one] for one in here}:
+            called = {*held[rank][1]}
+            if not called <= {*self._ranks} or not called & {self._ranks[one] for one in here}:
                 return None
         channel = (standing[here[0]].log or [0])[-1]
         names = [", ".join(map(str, ranks)) for ranks in (here, there)]
         return (
             f"ranks can never meet: rank {names[0]} waits in {self._log.channels.name(channel)} for rank {names[1]}, "
-            f"which waits in {held[there[0]][0]}. Evaluation and saving are collective: call them on every rank "
-            "before the barrier; zero.full_state_dict(model, to=0) returns weights on rank 0 alone."
+            f"which waits in {held[there[0]][0]}. Training, evaluation and saving are collective: call them on every "
+            "rank, in one order with collectives of your own; zero.full_state_dict(model, to=0) returns weights on "
+            "rank 0 alone, and zero.join takes different numbers of batches."
         )
 
     def _behind(self, standing: dict[int, State], furthest: Position, now: float) -> Message | None:
@@ -359,6 +374,24 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------- in its thread
 
     def _run(self, hub: tuple[str, int]) -> None:
+        try:
+            self._watch(hub)
+        except BaseException as error:
+            # Or its silence would be taken for that of the process.
+            with self._lock, suppress(Exception):
+                waiting.say(f"rank {self._rank} is not watched any more ({type(error).__name__}: {error})")
+                self._send({"unwatched": self._rank})
+            raise
+        finally:
+            with self._lock:
+                for one in [*self._peers]:
+                    self._drop(one)
+            if self._listening is not None:
+                held.discard(self._listening)
+                self._listening.close()
+            self._ready.close()
+
+    def _watch(self, hub: tuple[str, int]) -> None:
         why = "no answer"
         if self._listening is None:
             try:
@@ -378,7 +411,10 @@ class Watchdog:
             for key, _ in self._ready.select(_TICK):
                 with self._lock:
                     if key.fileobj is self._listening:
-                        self._take(self._listening.accept()[0])
+                        try:
+                            self._take(self._listening.accept()[0])
+                        except OSError:  # it has gone already, or this process has no descriptor left for it
+                            time.sleep(_TICK)
                     elif isinstance(key.fileobj, socket.socket):
                         self._receive(key.fileobj)
             with self._lock:
@@ -386,13 +422,6 @@ class Watchdog:
                 for one, peer in [*self._peers.items()]:
                     if peer.rank is None and time.monotonic() - peer.since > _CONNECTS:
                         self._drop(one)
-        with self._lock:
-            for one in [*self._peers]:
-                self._drop(one)
-        if self._listening is not None:
-            held.discard(self._listening)
-            self._listening.close()
-        self._ready.close()
 
     def _take(self, connected: socket.socket) -> None:
         connected.settimeout(_SAYS)
@@ -417,7 +446,7 @@ class Watchdog:
                     self._hub.hear(peer.rank, message)
                 else:
                     self._learn(message)
-        except (OSError, EOFError, ValueError, KeyError, TypeError):  # closed or reset; a stranger
+        except Exception:  # closed or reset; a stranger, who may send anything
             self._drop(connected)
             if peer.rank is not None and self._hub is not None:
                 self._hub.lose(peer.rank)
@@ -440,8 +469,11 @@ class Watchdog:
         self._heard = time.monotonic()
         if "gone" in message:
             self._hub_at = tuple(message["at"])
+        elif "unwatched" in message:
+            self._ended = True
+            waiting.say(f"rank {self._rank} is not watched any more, as rank {message['unwatched']} does not watch.")
         elif "failed" in message:
-            if self._held is not None and self._held[1] != WITHIN_ZERO:  # a barrier, which does not hear of it
+            if self._held is not None and self._held[1] != WITHIN_ZERO:  # one of torch, which does not hear of it
                 waiting.say(f"rank {self._rank}: {message['failed']}")
             self._break(message["failed"], by_another=message["by"] not in (None, self._rank))
         elif "missing" in message:
@@ -505,7 +537,9 @@ class Peer:
 
 
 def _keep_alive(connection: socket.socket, seconds: float) -> None:
-    """Has the system end a connection about so long after the other host stopped to answer."""
+    """Has the system end a connection about so long after the other host stopped to answer, within an hour at most: it
+    refuses times of many hours, as a group may have them."""
+    seconds = min(seconds, 3600.0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Half of the time in silence, then four probes an eighth apart: together `seconds`.
     for name, value in {"TCP_KEEPIDLE": seconds / 2, "TCP_KEEPINTVL": seconds / 8, "TCP_KEEPCNT": 4}.items():

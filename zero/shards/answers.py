@@ -440,12 +440,7 @@ def _number(of: Partial, *, total: bool) -> Tensor:
         powers = powers if infinite else powers.pow(of.order)
         if total:
             powers = powers.amax() if infinite else powers.sum()
-        if infinite:  # a maximum of Gloo's drops nan
-            both = torch.stack([powers.nan_to_num(0, math.inf), powers.isnan().double()])
-            of.comm.all_reduce(both, maximum=True, channel=channel)
-            powers = torch.where(both[1] > 0, math.nan, both[0])
-        else:
-            of.comm.all_reduce(powers, channel=channel)
+        of.comm.all_reduce(powers, maximum=infinite, channel=channel)
         return (powers if infinite else powers.pow(1 / of.order)).to(of.kind)
 
 
@@ -528,9 +523,4 @@ def number_of(word: str, own: Sequence[Tensor], cut: Cut) -> Any:
         sign = 1 if word in ("max", "amax") else -1
         none = -math.inf if one.is_floating_point() else torch.iinfo(torch.int64).min
         largest = (one.to(wide) * sign).max() if one.numel() else torch.full((), none, dtype=wide, device=one.device)
-        undefined = largest.isnan().to(wide)  # which no comparison finds
-        largest, undefined = over_ranks(
-            torch.stack([largest.nan_to_num(none, math.inf, none), undefined]), maximum=True
-        )
-        found = largest * sign
-        return (torch.where(undefined > 0, math.nan, found) if one.is_floating_point() else found).to(one.dtype)
+        return (over_ranks(largest, maximum=True) * sign).to(one.dtype)

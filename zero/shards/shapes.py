@@ -159,6 +159,11 @@ def refuse_unsendable(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"{name!r} has layout {tensor.layout}, which ranks cannot send one another, as they send buffers and "
                 "what is not sharded. Call .to_dense() on it first, or pass it to forward as an argument."
             )
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{name!r} is an expanded view, of which several elements are one number in memory, so that nothing "
+                "can be received into it. Give each element its own: tensor.expand(...).clone()."
+            )
 
 
 def refuse_shared(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
