@@ -161,6 +161,11 @@ def unusable(
     UNUSABLE.update({f"{title} at stage {stage}": (partial(call, stage=stage), words) for stage in at})
 
 
+def with_expanded(model: nn.Module) -> nn.Module:
+    model.register_buffer("mask", torch.zeros(1, 4).expand(3, 4))
+    return model
+
+
 def built(model: nn.Module) -> Optimizer:
     return Adam(model.parameters())
 
@@ -189,6 +194,7 @@ unusable(
 unusable("built on one rank", "differ between ranks", lambda m: Adam if dist.get_rank() else built(m), at=[0])
 unusable("one twice", "parameter 2 of group 0 was given", at=[3], params=lambda m: [*m.parameters(), m.weight])
 unusable("no values", NO_VALUES, net=lambda m: nn.Sequential(m, nn.Linear(4, 4, device="meta")), at=range(3))
+unusable("an expanded buffer", "'mask' is an expanded view.*clone", net=with_expanded, at=[1, 2, 3])
 unusable("state of another shape", SHAPE, with_rows, at=[1, 2, 3])
 unusable("another module's parameters", FOREIGN, params=lambda _: nn.Linear(4, 4).parameters())
 unusable("a model in DistributedDataParallel", WRAPPED, net=nn.parallel.DistributedDataParallel)

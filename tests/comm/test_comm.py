@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import re
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -223,6 +224,12 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
             comm.scatter(partial(_read, full), bounds, own)
             same(own, full[segment], f"{dtype} in the first rank's segments")
 
+    # Elements that lie conjugated or negated in memory, on the first rank alone.
+    pair = torch.tensor([1 + 2j, 3 - 1j])
+    for view, expected in ((pair.conj(), [1 - 2j, 3 + 1j]), (pair.conj().imag, [-2.0, 1.0])):
+        own = torch.zeros(2, dtype=view.dtype) if rank else view
+        comm.broadcast([own])
+        assert own.tolist() == expected
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
     comm.broadcast([weight], 1)
     assert weight.tolist() == [1.0] * 3 and weight.requires_grad
@@ -230,6 +237,10 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
     total, most = torch.tensor([1.0 + rank, 2.0]), torch.tensor([rank, -rank])
     comm.all_reduce(total)
     comm.all_reduce(most, maximum=True)
+    for place in range(world):
+        holes = torch.tensor([math.nan if rank == place else float(rank), -math.inf, float(rank)])
+        comm.all_reduce(holes, maximum=True)
+        assert holes[0].isnan() and holes[1:].tolist() == [-math.inf, world - 1]
     averages = [numbers(rank, length, dtype) for dtype in [torch.float32, torch.bfloat16] for length in [7, LARGE]]
     expected = [
         sum_in_rank_order([numbers(peer, length, dtype) for peer in range(world)], 1 / world).to(dtype)
@@ -262,6 +273,15 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
 
 
 # ------------------------------------------------------------------------------------------------------------- Traffic
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks.on(2, timeout=20)
+def test_ranks_that_move_other_numbers_of_bytes_are_out_of_step(rank, world, way):
+    with as_on(way):
+        comm = Comm(dist.new_group())
+        comm.all_reduce(torch.ones(8))
+        assert "moved different numbers of bytes" in refusal(lambda: comm.all_reduce(torch.ones(8 + 92 * rank)))
 
 
 @pytest.mark.parametrize("way", WAYS)

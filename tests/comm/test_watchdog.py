@@ -182,6 +182,39 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
     assert order.failure.broken is None
 
 
+@ranks.on(2)
+def test_a_group_that_waits_for_days_is_watched(rank, world):
+    before = {*held}
+    with between_hosts():
+        comm = Comm(dist.new_group(timeout=timedelta(days=30)))
+        comm.agree(0)
+        assert within_a_minute(lambda: held - before), "not connected"
+        time.sleep(1.0)  # in which the ranks greet one another, and say that their logs stand
+        comm.agree(0)
+    assert [one.name for one in threading.enumerate()].count("zero-watchdog") >= 1
+
+
+@pytest.mark.parametrize("failing", ["accept", "verdict"])
+@ranks.on(3)
+def test_what_fails_in_the_hub_ends_no_training(rank, world, failing):
+    """As where the process has no descriptors left; of a fault of its own it says that nobody is watched any more."""
+    said: list[str] = []
+    fails = {"accept": (socket.socket, "accept"), "verdict": (watchdog.Hub, "verdict")}[failing]
+    with (
+        between_hosts(),
+        mock.patch.object(*fails, side_effect=OSError("Too many open files")),
+        mock.patch.object(waiting, "say", said.append),
+        mock.patch.object(threading, "excepthook"),
+    ):
+        comm = Comm(dist.new_group(timeout=timedelta(seconds=2)))
+        for _ in range(4):
+            comm.agree(0)
+            time.sleep(1.0)
+        comm.agree(0)
+    if failing == "verdict" and rank == 0:
+        assert said and said[0].startswith("rank 0 is not watched any more (OSError: Too many open files)"), said
+
+
 @ranks.on(3)
 def test_a_rank_that_cannot_reach_the_first_one_says_so_once_and_keeps_nothing(rank, world):
     said: list[str] = []

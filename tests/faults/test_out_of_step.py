@@ -139,6 +139,29 @@ def test_every_rank_is_told(row, stage, transport, settled):
         assert "as_one_unit" not in text
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_a_rank_that_compares_what_others_have_launched_is_told(rank, world, transport):
+    """A forward more, which sends nothing itself as all parameters are there until backward, makes what follows new to
+    one rank. Over host memory ranks compare at no cost, and go on."""
+    with by(transport):
+        model, optimizer = zero.setup(nn.Linear(8, 8), sgd, stage=3, process_group=dist.new_group())
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps(4)
+        if rank == 0:
+            model(torch.ones(2, 8))
+        told = refusal(lambda: steps(2))
+    assert "rank 0 is in the reduction of the root unit, before which it called other things" in told or (
+        transport == "host memory" and not told
+    )
+
+
 @ranks.on(2, timeout=20)
 def test_a_rank_with_full_parameters_may_evaluate_alone(rank, world):
     model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD")

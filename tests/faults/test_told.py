@@ -1,12 +1,16 @@
 """What one rank raises where a user's code can raise, all ranks raise: at once, of the same class, with its text."""
 
 import os
+import pickle
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +24,8 @@ import zero
 from matrix import WHOLE
 from runs import sgd
 from transports import TRANSPORTS, by
-from zero.comm import forked
+from zero._torch.process_groups import store_of
+from zero.comm import Comm, forked, host_memory
 from zoo import Stack, batch
 
 WAITED = 8  # seconds, where nothing but the time-out tells the others; elsewhere the run would end before it
@@ -154,7 +159,43 @@ def test_the_same_object_is_told_each_time(rank, world, transport):
         model, optimizer = zero.setup(Stack(), sgd, stage=2)
         model(batch(rank, 0)).sum().backward()
         for _ in range(3):
-            assert "bad batch" in ranks.refusal(lambda: optimizer.step(closure))
+            with pytest.raises(ValueError, match="bad batch") as raised:
+                optimizer.step(closure)
+    assert "bad batch" in str(pickle.loads(pickle.dumps(raised.value)))  # as it leaves a worker of a pool
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=30)
+def test_a_rank_that_is_interrupted_while_it_waits_is_named(rank, world, transport):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    with by(transport):
+        comm = Comm(dist.new_group())
+        comm.agree(comm.channel("a test"))
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                comm.agree(0)
+        else:
+            store_of(comm.group).wait(["interrupted"])
+        store_of(comm.group).set("interrupted", "") if rank == 0 else None
+        assert "rank 0 has raised KeyboardInterrupt in a comparison" in ranks.refusal(lambda: comm.agree(0))
+    signal.signal(signal.SIGALRM, before)
+
+
+@ranks.on(2, timeout=20)
+def test_a_rank_that_has_no_memory_for_a_sum_says_so_itself(rank, world):
+    with by("host memory"):
+        comm = Comm(dist.new_group())
+        comm.agree(0)
+        work = comm.reduce([(torch.ones(1000), [500, 500])])
+        full = mock.patch.object(host_memory, "add_in_order", side_effect=RuntimeError("can't allocate memory"))
+        with full if rank == 0 else nullcontext():
+            told = ranks.refusal(work.wait)
+    own = "RuntimeError: can't allocate memory"
+    assert told == own if rank == 0 else "rank 0 has raised RuntimeError in a reduction. can't allocate memory" in told
 
 
 # A launcher shows the error of the first process that ends: that of the rank which has raised.

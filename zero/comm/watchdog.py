@@ -515,8 +515,9 @@ class Watchdog:
         self._tell()
         if self._hub_at is not None and self._hub_at < self._log.position:
             self._break(self._log.missing(0, "has ended before it reached this operation"))
-        elif self._hub is None and self._hub_at is None and self._peers and now - self._heard > self._limit:
-            self._break(self._log.missing(0, _SILENT.format(self._limit)))
+        elif self._hub is None and self._hub_at is None and now - self._heard > self._limit:
+            if any(peer.rank is not None for peer in self._peers.values()):  # which has greeted
+                self._break(self._log.missing(0, _SILENT.format(self._limit)))
 
 
 class Peer:
