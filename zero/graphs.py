@@ -179,7 +179,7 @@ class _Graphed:
         except Exception as error:
             # Others may be in a replay already, which waits for this rank on the device, and compares nothing.
             for comm in self._comms:
-                comm.log.failure.mark_broken(f"rank {comm.rank} has raised {type(error).__name__}: {error}")
+                comm.log.failure.mark_broken(f"rank {comm.log.own} has raised {type(error).__name__}: {error}")
             raise
         self._graph.replay()
         return tree_map(_copy, self._outputs)

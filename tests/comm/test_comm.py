@@ -173,6 +173,13 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     assert own.tolist() == ([0.0] * 2 + [2.0] * 5 if comm.rank == 0 else [2.0])
     comm.collect([(0, value.nbytes, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
+    # Errors name ranks as the launcher and the logs do.
+    assert "rank 0 has a, rank 2 has b" in refusal(lambda: comm.compare("letters", ["a" if rank == 0 else "b"]))
+    own = ValueError("odd") if rank == 2 else None
+    assert refusal(lambda: comm.compare("letters", [], own)) == "ValueError: odd (on rank 2)"
+    channels = [comm.channel(name) for name in ("one call", "another call")]
+    told = refusal(lambda: comm.agree(channels[rank // 2]))
+    assert re.search("rank 0 (is )?in one call", told) and re.search("rank 2 (is )?in another call", told)
 
 
 def test_without_a_process_group_this_process_is_a_world_of_its_own():

@@ -307,7 +307,7 @@ def test_what_a_rank_that_died_has_left_in_the_store_misleads_no_later_group(lef
 
     def meet(rank: int) -> None:
         time.sleep(0.1 * rank)  # the first one reads what is old
-        with StoreRendezvous(store, rank, 2, timedelta(seconds=5)) as exchange:
+        with StoreRendezvous(store, rank, range(2), timedelta(seconds=5)) as exchange:
             found[rank] = exchange.nonce, exchange.all_gather(bytes([rank]))
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(2)]
@@ -318,7 +318,7 @@ def test_what_a_rank_that_died_has_left_in_the_store_misleads_no_later_group(lef
     assert found[0] == found[1] and found[0][1] == [b"\0", b"\1"]
     assert store.num_keys() == 0
     with pytest.raises(RuntimeError, match="rank 1 did not come within 1 s"):  # though it has come before
-        StoreRendezvous(store, 0, 2, timedelta(seconds=1)).__enter__()
+        StoreRendezvous(store, 0, range(2), timedelta(seconds=1)).__enter__()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

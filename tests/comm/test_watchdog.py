@@ -328,7 +328,7 @@ def test_of_many_ranks_that_stand_the_hub_compares_the_logs_that_differ_alone(el
     world = 1024
     log = Log(0, world)
     one, other = log.channels.add("a gather", ""), log.channels.add("a reduction", "")
-    hub = watchdog.Hub(log, 600.0, range(world))
+    hub = watchdog.Hub(log, 600.0)
     for rank in range(world):
         hub.hear(rank, {"at": [5, 200], "log": [one] * 199 + [other if rank == elsewhere else one]})
     with mock.patch.object(Log, "difference", autospec=True, side_effect=Log.difference) as compared:

@@ -236,7 +236,7 @@ def expected_text(case):
     failed = r"RuntimeError: (zero\.setup\(model, SGD, stage=\d\): )?rank \d failed in [\w.]+( .+)?: "
     if case.hybrid:
         return rf"{failed}(another rank|rank \d) of the group of 2 has stopped"
-    has = "has" if case.fault == "stopped" and case.transport != "host memory" else "has stopped"
+    has = "has" if case.fault == "stopped" else "has stopped"
     return rf"{failed}(another rank|rank 1) of the group of {WORLD} {has}"
 
 

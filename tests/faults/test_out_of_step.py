@@ -214,6 +214,6 @@ def test_what_one_rank_raises_reaches_the_ranks_of_all_groups_which_go_on(rank, 
         assert refusal(optimizer.step) == "ValueError: no room here"
         hook.remove()
     else:
-        assert refusal(optimizer.step) == "ValueError: rank 3 of the job has raised ValueError: no room here"
+        assert refusal(optimizer.step) == "ValueError: rank 3 has raised ValueError: no room here"
     optimizer.step()
     trains(model, optimizer, rank)

@@ -211,7 +211,7 @@ from zero.comm.store import StoreRendezvous
 rank = int(sys.argv[1])
 store = dist.TCPStore("first-host", 29417, 2, rank == 0)
 timeout, own = timedelta(seconds=200), dist.PrefixStore("own", store)
-with StoreRendezvous(store, rank, 2, timeout) as exchange:
+with StoreRendezvous(store, rank, range(2), timeout) as exchange:
     group = next(gloo_groups(dist.ProcessGroupGloo, own, rank, 2, timeout, exchange.address()))
 group.allreduce([number := torch.tensor(rank + 1.0)]).wait()
 assert number == 3

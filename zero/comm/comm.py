@@ -196,7 +196,7 @@ class Comm:
                 texts = self.all_gather_text(texts[0])
             else:
                 return
-        error = _difference(what, texts)
+        error = _difference(what, texts, self.log.ranks)
         if error is not None:
             mark_told(error, [self.log])
             try:
@@ -220,7 +220,7 @@ class Comm:
         """Collective. Raises on every rank what any has to raise."""
         if not self._transports["cpu"].compare(channel, flags=int(error is not None)):
             return
-        told = self.all_gather_text("" if error is None else dumped(error, str(self.rank)))
+        told = self.all_gather_text("" if error is None else dumped(error, self.log.own))
         if error is None:
             self.log.failure.learn()
         try:
@@ -392,21 +392,21 @@ def fail_together(comms: Sequence[Comm], device: torch.device) -> None:
             one.log.failure.couple(other.log.failure)
 
 
-def _difference(what: str, texts: Sequence[str]) -> Exception | None:
-    """The error, if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
-    ranks = [json.loads(text) for text in texts]
-    problems = {rank: given["problem"] for rank, given in enumerate(ranks) if given["problem"] is not None}
+def _difference(what: str, texts: Sequence[str], ranks: Sequence[int]) -> Exception | None:
+    """The error, if any rank has a problem, or if signatures differ. texts: of `ranks` of the job, or of this one."""
+    each = dict(zip(ranks, map(json.loads, texts), strict=False))
+    problems = {rank: given["problem"] for rank, given in each.items() if given["problem"] is not None}
     if problems:
         first = next(iter(problems.values()))
         where = f" (on rank {', '.join(map(str, problems))})" if len(texts) > 1 else ""
         return rebuilt({**first, "text": first["text"] + where})
-    expected = ranks[0]["lines"]
-    for rank, given in enumerate(ranks):
+    expected = each[ranks[0]]["lines"]
+    for rank, given in each.items():
         for position, (first, other) in enumerate(zip_longest(expected, given["lines"], fillvalue="nothing")):
             if first != other:
                 return ValueError(
-                    f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has "
-                    f"{other}. Build the same on every rank, in the same order."
+                    f"{what} differ between ranks: at position {position}, rank {ranks[0]} has {first}, "
+                    f"rank {rank} has {other}. Build the same on every rank, in the same order."
                 )
     return None
 

@@ -52,7 +52,7 @@ class Link:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        self.log = Log(self.rank, self.world)
+        self.log = Log(self.rank, self.world, self.ranks)
         self._watched = False
         if self.world == 1:
             settings.check()
@@ -96,7 +96,7 @@ class Link:
                 raise
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
-            with StoreRendezvous(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(self._store, self.rank, self.ranks, _TIMEOUT) as exchange:
                 self._agree_on_settings(exchange)
                 self._watch(exchange)
         group, where = self._group, (self.rank, self.world)
@@ -110,7 +110,7 @@ class Link:
         lazy: ranks connect when they first send to one another, as where they only compare what goes by another
             backend."""
         assert self._store is not None
-        with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
+        with StoreRendezvous(self._store, self.rank, self.ranks, timeout) as exchange:
             self._agree_on_settings(exchange)
             peers, store = rendezvous(exchange, settings.host_memory()), self._watch(exchange)
             if peers is not None:
@@ -143,7 +143,7 @@ class Link:
             if problem:
                 with suppress(RuntimeError):  # the store's host may end once it has raised
                     exchange.all_gather(b"")
-                raise ValueError(f"{problem} (on rank {rank})")
+                raise ValueError(f"{problem} (on rank {self.ranks[rank]})")
         self.log.each = any(each for each, *_ in ranks)
         self.log.failure.raised.store = exchange.store
         self.one_host = len({there for *_, there, _ in ranks}) == 1 and ranks[0][2] != ""
@@ -162,12 +162,12 @@ class Link:
             except ValueError as error:
                 problem = str(error)
             # Keys of its own: another rank may not have ended the exchange before this one.
-            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.ranks, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
                 told = [json.loads(text) for text in exchange.all_gather(json.dumps([second, problem]).encode())]
             for rank, (_, problem) in enumerate(told):
                 if problem:
-                    raise ValueError(f"{problem} (on rank {rank})")
+                    raise ValueError(f"{problem} (on rank {self.ranks[rank]})")
             second = all(second for second, _ in told)  # all ranks make a communicator, or those that do wait for ever
         group = self._group
         return Overlapping(
@@ -184,7 +184,7 @@ class Link:
         """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
         own: that of the group may have keys of an earlier group of the same name."""
         if not self._watched:
-            Watchdog(self, self.log, exchange, shortest_timeout_of(self._group), self.ranks)
+            Watchdog(self, self.log, exchange, shortest_timeout_of(self._group))
         self._watched = True
         return dist.PrefixStore("groups", exchange.store)
 

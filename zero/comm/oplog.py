@@ -52,10 +52,11 @@ def part_of(channel: int, position: int) -> int:
 
 
 class Channels:
-    """The channels of one process group, by number. rank: this rank's."""
+    """The channels of one process group, by number. own: this rank, of `ranks`: those of the job that the ranks of the
+    group are, by which errors name them."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, own: int, ranks: Sequence[int]) -> None:
+        self._own, self._ranks = own, ranks
         self._names = [
             "a comparison of what the ranks were given",
             "a sum over the ranks",
@@ -93,16 +94,16 @@ class Channels:
         difference = "their last operations moved different numbers of bytes"
         if channels:
             new = {rank: ", before which it called other things" * (channel < 0) for rank, channel in channels.items()}
-            first, *others = channels
-            operations = ", ".join(f"rank {other} in {self.name(channels[other])}{new[other]}" for other in others)
-            difference = f"rank {first} is in {self.name(channels[first])}{new[first]}, but {operations}"
+            first, *others = [(self._ranks[rank], f"in {self.name(channels[rank])}{new[rank]}") for rank in channels]
+            operations = ", ".join(f"rank {rank} {where}" for rank, where in others)
+            difference = f"rank {first[0]} is {first[1]}, but {operations}"
         remedies = {self._remedies.get(max(channel, ~channel) % _PARTS, "") for channel in channels.values()}
         # What one rank reads alone the others do not have: their operation has another remedy, or none.
         alike = READ_BY_ALL if READ_BY_ALL in remedies else remedies.pop() if len(remedies) == 1 else ""
         call = running_call()
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
-            f"order, also to evaluate and to save. {f'Rank {self._rank} has called {call}. ' if call else ''}"
+            f"order, also to evaluate and to save. {f'Rank {self._own} has called {call}. ' if call else ''}"
             f"{alike or 'With fewer batches on one rank than on others take them from zero.join.'}"
         )
 
@@ -119,8 +120,8 @@ REMEDY = (
 
 
 class Failure:
-    """The failure of one process group, in one process. After a failed transfer, no transfer that was in flight counts
-    as complete, and every later operation raises with the first cause.
+    """The failure of one process group, in one process, which is rank `own` of the job. After a failed transfer, no
+    transfer that was in flight counts as complete, and every later operation raises with the first cause.
 
     broken: why nothing more can be sent, or None.
     raised: the text of an error that a rank has raised.
@@ -130,8 +131,8 @@ class Failure:
         mark_broken with it.
     """
 
-    def __init__(self, rank: int, world: int, channels: Channels) -> None:
-        self._rank, self._world, self._channels, self.raised = rank, world, channels, RaisedText()
+    def __init__(self, own: int, world: int, channels: Channels) -> None:
+        self._own, self._world, self._channels, self.raised = own, world, channels, RaisedText()
         self.broken: str | None = None
         self.others: list[int] = []
         self._learned, self._is_fork = False, False
@@ -155,7 +156,7 @@ class Failure:
     def _why(self) -> str:
         """With the call that runs here: another rank may have said why, which does not know it."""
         reason, call = self.raised.explained(self.broken or ""), running_call()
-        return reason if call is None or call in reason else f"{reason} Rank {self._rank} has called {call}."
+        return reason if call is None or call in reason else f"{reason} Rank {self._own} has called {call}."
 
     def mark_broken(self, reason: str, *, by_another: bool = False) -> None:
         """Has every later operation raise with this reason, unless an earlier one is known. by_another: what another
@@ -190,7 +191,7 @@ class Failure:
         self._is_fork, self.raised.store = True, None
         self.at_failure.clear()
         self.broken = (
-            f"process {os.getpid()} was forked from rank {self._rank}, as workers of a DataLoader are, and cannot take "
+            f"process {os.getpid()} was forked from rank {self._own}, as workers of a DataLoader are, and cannot take "
             "part in operations between ranks. Compute by the model in the rank's own process, or give the worker a "
             "copy of the module that was made before it was wrapped."
         )
@@ -216,10 +217,10 @@ class Failure:
         if not self.broken:  # else ranks are out of step, one is missing, or an earlier transfer failed
             operation = running_call() or ("a transfer" if channel is None else self._channels.name(channel))
             by_another = isinstance(error, of_others)
-            why = f"rank {self._rank} has raised {type(error).__name__} in {operation}. {text_of(error)}".rstrip()
+            why = f"rank {self._own} has raised {type(error).__name__} in {operation}. {text_of(error)}".rstrip()
             if by_another:
                 why = (
-                    f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, "
+                    f"rank {self._own} failed in {operation}: another rank of the group of {self._world} has stopped, "
                     f"or did not reach this operation. {REMEDY} ({error})"
                 )
             self.mark_broken(why, by_another=by_another)
@@ -240,6 +241,7 @@ _MOST_SETTLED = 1 << 17
 class Log:
     """The log of one process group in one process.
 
+    ranks: of the job, that those of the group are, and `own`, which this one is: errors name ranks by these.
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
     each: whether every operation is compared (ZERO_CHECK=each): on all ranks if one says so, from their first
@@ -249,9 +251,11 @@ class Log:
         within no other, so far.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world, self.channels = rank, world, Channels(rank)
-        self.failure = Failure(rank, world, self.channels)
+    def __init__(self, rank: int, world: int, ranks: Sequence[int] = ()) -> None:
+        self._rank, self._world, self.ranks = rank, world, ranks or range(world)
+        self.own = self.ranks[rank]
+        self.channels = Channels(self.own, self.ranks)
+        self.failure = Failure(self.own, world, self.channels)
         self.digest, self.comparisons = 0, 0
         self.sections, self.sections_entered = 0, 0
         self.each = False
@@ -359,12 +363,14 @@ class Log:
     def missing(self, rank: int, how: str) -> str:
         """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""
         operation = running_call() or (self.channels.name(self._last[-1]) if self._last else "no operation")
-        return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {REMEDY}"
+        other = self.ranks[rank]
+        return f"rank {self.own} failed in {operation}: rank {other} of the group of {self._world} {how}. {REMEDY}"
 
     def waits_for(self, missing: Collection[int], channel: int | None = None) -> None:
         """Says that this rank waits for others. channel: of its operation; by default the last one in the log."""
         last = self._last[-1] if channel is None and self._last else channel
-        say_waiting(self._rank, missing, "an operation" if last is None else self.channels.name(last))
+        others = [self.ranks[one] for one in missing]
+        say_waiting(self.own, others, "an operation" if last is None else self.channels.name(last))
 
 
 # ------------------------------------------------------------------------------------------------ errors of other ranks
@@ -409,8 +415,8 @@ def rebuilt(error: dict[str, Any]) -> Exception:
     return RuntimeError(text)
 
 
-def dumped(error: Exception, rank: str) -> str:
-    """What a rank that raises the error sends to the others."""
+def dumped(error: Exception, rank: int) -> str:
+    """What a rank of the job that raises the error sends to the others."""
     return json.dumps(described(error, f"rank {rank} has raised {type(error).__name__}: {text_of(error)}"))
 
 

@@ -7,7 +7,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -29,15 +29,16 @@ class StoreRendezvous:
     rank may have died here, has left some. `host`: where the store is, as this rank reaches it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
-        self.rank, self.world, self.timeout = rank, world, timeout
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        """ranks: of the job, that those of the group are."""
+        self.rank, self.world, self.timeout, self._ranks = rank, len(ranks), timeout, ranks
         kept_by = store
         while isinstance(kept_by, dist.PrefixStore):
             kept_by = kept_by.underlying_store
         # The name or address of the host that keeps it, as this process reaches it.
         self.host = kept_by.host if isinstance(kept_by, dist.TCPStore) else "localhost"
         self.store, self._rounds = dist.PrefixStore("zero", store), 0
-        self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(world)] for kind in ("drawn", "read"))
+        self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(self.world)] for kind in ("drawn", "read"))
 
     def __enter__(self) -> StoreRendezvous:
         store = self._outer = self.store
@@ -92,10 +93,12 @@ class StoreRendezvous:
             time.sleep(pause := min(2 * pause, 0.2))
             waited, limit = time.monotonic() - begun, self.timeout.total_seconds()
             if waited > min(limit, waiting.PATIENCE) and (waited > limit or not said):
-                ranks = missing()
+                ranks = [self._ranks[rank] for rank in missing()]
                 if waited > limit:
                     raise RuntimeError(f"rank {', '.join(map(str, ranks))} did not come within {limit:g} s")
-                waiting.say_waiting(self.rank, ranks, "the first operation of a group, as in zero.setup or FSDP(...)")
+                waiting.say_waiting(
+                    self._ranks[self.rank], ranks, "the first operation of a group, as in zero.setup or FSDP(...)"
+                )
                 said = True
 
     def __exit__(

@@ -51,8 +51,8 @@ class Together:
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
         known = is_told(error, self._logs) or any(log.failure.broken for log in self._logs)
         if isinstance(error, Exception) and not known:
-            several, comm = len(self._groups) > 1, max((comm for comm, _ in self._groups), key=lambda comm: comm.world)
-            raised = dumped(error, f"{comm.link.ranks[comm.rank]} of the job" if several else str(comm.rank))
+            log = max(self._logs, key=lambda log: len(log.ranks))  # one of this rank alone does not know its number
+            raised = dumped(error, log.own)
             with suppress(RuntimeError):  # the others are in another operation, and raise there
                 for comm, _ in self._groups:
                     comm.connect()

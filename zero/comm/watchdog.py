@@ -24,7 +24,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -139,10 +138,10 @@ class State:
 
 
 class Hub:
-    """limit: seconds for which ranks wait for another. ranks: of the job, that the ranks of the group are."""
+    """limit: seconds for which ranks wait for another."""
 
-    def __init__(self, log: Log, limit: float, ranks: Sequence[int]) -> None:
-        self._log, self._limit, self._ranks = log, limit, ranks
+    def __init__(self, log: Log, limit: float) -> None:
+        self._log, self._limit, self._ranks = log, limit, log.ranks
         self._states: dict[int, State] = {}
         self._new: set[int] = set()  # ranks whose log was not compared since they said where it stands
         self._looked = time.monotonic()
@@ -233,7 +232,7 @@ class Hub:
             if not called <= {*self._ranks} or not called & {self._ranks[one] for one in here}:
                 return None
         channel = (standing[here[0]].log or [0])[-1]
-        names = [", ".join(map(str, ranks)) for ranks in (here, there)]
+        names = [", ".join(str(self._ranks[rank]) for rank in ranks) for ranks in (here, there)]
         return (
             f"ranks can never meet: rank {names[0]} waits in {self._log.channels.name(channel)} for rank {names[1]}, "
             f"which waits in {held[there[0]][0]}. Training, evaluation and saving are collective: call them on every "
@@ -281,17 +280,15 @@ _LONGEST, _LONGEST_REASON = 1 << 20, 1 << 16
 class Watchdog:
     """Collective. Watches a group as long as `user` lives, which holds its log, or as this process does.
 
-    ranks: of the job, that the ranks of the group are.
     timeout: how long ranks wait for one another. Who is missing is found a little sooner, since NCCL then ends the
         process.
     """
 
-    def __init__(
-        self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta, ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
         self._log, self._rank, self._nonce = log, exchange.rank, exchange.nonce
+        self._own = log.own
         self._limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
-        self._hub = None if self._rank else Hub(log, self._limit, ranks)
+        self._hub = None if self._rank else Hub(log, self._limit)
         self._lock, self._word, self._process = RLock(), Event(), os.getpid()
         self._peers: dict[socket.socket, Peer] = {}
         self._ready = DefaultSelector()
@@ -379,8 +376,8 @@ class Watchdog:
         except BaseException as error:
             # Or its silence would be taken for that of the process.
             with self._lock, suppress(Exception):
-                waiting.say(f"rank {self._rank} is not watched any more ({type(error).__name__}: {error})")
-                self._send({"unwatched": self._rank})
+                waiting.say(f"rank {self._own} is not watched any more ({type(error).__name__}: {error})")
+                self._send({"unwatched": self._rank, "own": self._own})
             raise
         finally:
             with self._lock:
@@ -403,9 +400,9 @@ class Watchdog:
         while not self._ended:
             if self._hub is None and not self._peers and not self._learned and self._hub_at is None:
                 waiting.say(
-                    f"rank {self._rank} is not watched, as it cannot reach rank 0 at {hub[0]}, port {hub[1]} ({why}): "
-                    "if a rank ends, others may wait for the time-out of the group. Let hosts connect on any port, "
-                    "and initialise the group by an address that all of them reach, not by file://."
+                    f"rank {self._own} is not watched, as it cannot reach rank {self._log.ranks[0]} at {hub[0]}, port "
+                    f"{hub[1]} ({why}): if a rank ends, others may wait for the time-out of the group. Let hosts "
+                    "connect on any port, and initialise the group by an address that all of them reach, not by file://."
                 )
                 break
             for key, _ in self._ready.select(_TICK):
@@ -471,10 +468,10 @@ class Watchdog:
             self._hub_at = tuple(message["at"])
         elif "unwatched" in message:
             self._ended = True
-            waiting.say(f"rank {self._rank} is not watched any more, as rank {message['unwatched']} does not watch.")
+            waiting.say(f"rank {self._own} is not watched any more, as rank {message['own']} does not watch.")
         elif "failed" in message:
             if self._held is not None and self._held[1] != WITHIN_ZERO:  # one of torch, which does not hear of it
-                waiting.say(f"rank {self._rank}: {message['failed']}")
+                waiting.say(f"rank {self._own}: {message['failed']}")
             self._break(message["failed"], by_another=message["by"] not in (None, self._rank))
         elif "missing" in message:
             self._break(self._log.missing(message["missing"], message["how"]))
@@ -515,9 +512,13 @@ class Watchdog:
         self._tell()
         if self._hub_at is not None and self._hub_at < self._log.position:
             self._break(self._log.missing(0, "has ended before it reached this operation"))
-        elif self._hub is None and self._hub_at is None and now - self._heard > self._limit:
-            if any(peer.rank is not None for peer in self._peers.values()):  # which has greeted
-                self._break(self._log.missing(0, _SILENT.format(self._limit)))
+        elif (
+            self._hub is None
+            and self._hub_at is None
+            and any(peer.rank is not None for peer in self._peers.values())  # the hub has greeted
+            and now - self._heard > self._limit
+        ):
+            self._break(self._log.missing(0, _SILENT.format(self._limit)))
 
 
 class Peer:
