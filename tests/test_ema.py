@@ -217,11 +217,15 @@ def test_an_average_of_torchs_goes_on_as_the_pages_say(rank, world, stage):
             update()
 
     trained(model, optimizer, partial(average.update_parameters, net), range(2))
-    weights, averaged = copy.deepcopy(net.state_dict()), copy.deepcopy(average.module.state_dict())
+    weights, averaged = copy.deepcopy(net.state_dict()), copy.deepcopy(average.state_dict())
     trained(model, optimizer, partial(average.update_parameters, net), range(2, 4))
     again, optimizer = zero.setup(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)), SGD, stage, lr=0.1)
     ema = zero.EMA(again, DECAY)
-    zero.load_full_state_dict(again, averaged)
+    assert "zero.load_full_state_dict(model, state), call update()" in ranks.refusal(
+        lambda: ema.load_state_dict(averaged)
+    )
+    with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
+        zero.load_full_state_dict(again, averaged if stage % 2 or not rank else None)
     ema.update()
     zero.load_full_state_dict(again, weights)
     trained(again, optimizer, ema.update, range(2, 4))

@@ -141,6 +141,11 @@ class EMA(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads full averages or this rank's shards. Raises ValueError if they do not fit."""
+        if "n_averaged" in state_dict:
+            raise ValueError(
+                "this is the state of an AveragedModel. Load it into the model by zero.load_full_state_dict(model, "
+                "state), call update(), which copies it the first time, and load the weights afterwards."
+            )
         is_own = state_dict.get(SHARD_MARK) == OWN
         super().load_state_dict(state_dict) if is_own else load(self.stepped_shards, state_dict)
 

@@ -281,9 +281,11 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
 
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     if isinstance(weights, Mapping):
-        if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
+        prefixed = {name.startswith("module.") for name in weights if name != _AVERAGED}
+        if prefixed == {True} and not hasattr(inner, "module"):
             warn_user(_OF_DDP)
             weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
+            weights.pop(_AVERAGED, None)
         return inner.load_state_dict(named_as_compiled(inner, weights), strict)
     # The beginnings of names that belong to modules which the user's code loads in another way than by copying.
     loading_itself = [path for path, one in inner.named_modules() if loads_by_itself(one)]
@@ -341,19 +343,26 @@ def _without_ddps(inner: nn.Module, weights: Given) -> Given:
 
 
 _OF_DDP = (
-    "all names begin with 'module.', as those that DistributedDataParallel saves: it is taken off, and the rest is "
-    "loaded."
+    "all names begin with 'module.', as those that DistributedDataParallel and AveragedModel save: it is taken off, "
+    "and the rest is loaded."
 )
+
+_AVERAGED = "n_averaged"  # that AveragedModel has beside its module
 
 
 def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Takes 'module.' off the names of a stream, if the first has it, and none that is expected."""
-    strips = None
+    strips, averaged = None, list[tuple[str, Any]]()
     for name, value in pairs:
+        if strips is None and name == _AVERAGED and name not in expected:
+            averaged.append((name, value))
+            continue
         if strips is None:
             strips = name.startswith("module.") and not any(one.startswith("module.") for one in expected)
             if strips:
                 warn_user(_OF_DDP)
+            else:
+                yield from averaged
         yield name.removeprefix("module.") if strips else name, value
         del value
 

@@ -138,7 +138,8 @@ class Plan:
         larger = [cost.stage for cost in costs if not self.fits(cost)]
         lowest, reason = "the lowest that", "everything fits"
         if below:
-            reason = f"stage {below[-1].stage} would need {self._said(below[-1].peak)}"
+            plain = " without offload" * (chosen.host > 0 and not below[-1].host)
+            reason = f"stage {below[-1].stage}{plain} would need {self._said(below[-1].peak)}"
             if self.fits(below[-1]):
                 times = f"{below[-1].sent / chosen.sent:.2g}" if chosen.sent else "1"
                 sent = "" if times == "1" else f" and sends {times} times as much"
