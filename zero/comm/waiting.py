@@ -4,8 +4,7 @@ It may be right to wait: another rank computes, or writes a file. It is an error
 of 30 minutes by default, or where the watchdog knows that ranks can never meet (watchdog.py). Until then
 nobody else says that one rank alone saves, evaluates or has more batches, while others wait for it somewhere else.
 
-Over host memory the waiting rank knows who is missing, over Gloo and NCCL the watchdog's hub does, and before a group
-has either, its store.
+The watchdog's hub knows who is missing, and before a group has one, its store.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The watchdog of a process group: a thread that ends the waiting of all ranks when one of them is missing.
 
-Over Gloo and NCCL the host, or the device, of a rank may wait in vain: for a rank that has ended or was stopped, or
-because ranks are out of step and wait in different operations. NCCL then ends the process after the group's timeout.
+The host, or the device, of a rank may wait in vain: for a rank that has ended or was stopped, or because ranks are out
+of step and wait in different operations. NCCL then ends the process after the group's timeout. (Over host memory a rank
+learns of the end of another by their pipe, too, which costs nothing.)
 
 Each process has a thread for each group. Every rank is connected with the first one, to which it says where it is: the
 `Hub` there keeps the last state of every rank, knows when a process ends, as the system then closes its connection, and
@@ -74,28 +75,35 @@ def standing() -> tuple[int, str, list[int]] | None:
     None if it may go on, or another of its threads may call something."""
     frames, found = sys._current_frames(), []
     for thread in threading.enumerate():
-        outwards, frame = list[FrameType](), frames.get(thread.ident or 0)
+        # Names of files, and no frames: one that is held when its call ends keeps what the call has held.
+        files, waits, frame = list[str](), None, frames.pop(thread.ident or 0, None)
         while frame is not None:
             if not isinstance(frame, FrameType):  # the thread has gone on meanwhile, and Python's memory of its frames
                 return None
-            outwards.append(frame)
+            files.append(frame.f_code.co_filename)
+            if frame.f_code in _WAITS:
+                waits = id(frame), WITHIN_ZERO, None
+            elif frame.f_code in _BLOCKING and (waits is None or waits[1] != WITHIN_ZERO):
+                waits = (
+                    id(frame),
+                    _BLOCKING[frame.f_code],
+                    frame.f_locals.get("group"),
+                )  # the outermost: the user's call
             frame = frame.f_back
-        within_zero = [frame for frame in outwards if frame.f_code in _WAITS]
-        waits = within_zero or [frame for frame in outwards if frame.f_code in _BLOCKING]
-        if waits:
-            found.append(waits[-1])  # what the user has called, not what that calls
+        if waits is not None:
+            found.append(waits)
         # A timer waits in the standard library for the time to call what the user has given it.
         elif thread is not threading.current_thread() and (
-            isinstance(thread, threading.Timer) or not all(_is_idle(frame.f_code.co_filename) for frame in outwards)
+            isinstance(thread, threading.Timer) or not all(map(_is_idle, files))
         ):
             return None
     if len(found) != 1:
         return None
-    (frame,) = found
-    if frame.f_code in _WAITS:
-        return id(frame), WITHIN_ZERO, []
+    number, where, group = found[0]
+    if where == WITHIN_ZERO:
+        return number, where, []
     try:
-        return id(frame), _BLOCKING[frame.f_code], dist.get_process_group_ranks(frame.f_locals.get("group"))
+        return number, where, dist.get_process_group_ranks(group)
     except (RuntimeError, ValueError, KeyError):  # the group is being destroyed
         return None
 
@@ -145,7 +153,8 @@ class Hub:
         self._states: dict[int, State] = {}
         self._new: set[int] = set()  # ranks whose log was not compared since they said where it stands
         self._looked = time.monotonic()
-        self._waits_at: Position = (0, 0)  # for which ranks were last told that they wait for others
+        # For which ranks were last told that they wait for others, and asked in what they stand.
+        self._waits_at = self._asked_at = (0, 0)
 
     def hear(self, rank: int, message: Message) -> None:
         """Takes what a rank says of itself: changes of its State. An empty message says that it runs."""
@@ -169,8 +178,8 @@ class Hub:
 
     def verdict(self) -> Message | None:
         """What all ranks are to be told now: which rank is missing ("missing", "how"), why the group is broken
-        ("failed", "by" a rank, or all), or once in a while for whom those that have come furthest wait ("behind",
-        "at")."""
+        ("failed", "by" a rank, or all), that they are to say in what they stand ("asked"), or once in a while for whom
+        those that have come furthest wait ("behind", "at")."""
         now = time.monotonic()
         if now - self._looked > self._limit / 4:  # this process was stopped itself, and has heard nobody meanwhile
             for state in self._states.values():
@@ -194,7 +203,7 @@ class Hub:
                 failed, by = state.failed, rank
         if failed or (failed := self._differing(standing) or self._apart(standing, furthest, now)):
             return {"failed": failed, "by": by}
-        return self._behind(standing, furthest, now)
+        return self._asking(standing, furthest, now) or self._behind(standing, furthest, now)
 
     def _differing(self, standing: dict[int, State]) -> str | None:
         """Compares each log that is new with the longest other one."""
@@ -240,6 +249,16 @@ class Hub:
             "rank 0 alone, and zero.join takes different numbers of batches."
         )
 
+    def _asking(self, standing: dict[int, State], furthest: Position, now: float) -> Message | None:
+        """Once all ranks stand, some of them behind: only then do they look at the frames of their threads, which keeps
+        what calls hold that end meanwhile."""
+        stood = min((now - state.since for state in standing.values()), default=0.0)
+        behind = any(state.at < furthest for state in standing.values())
+        if len(standing) < len(self._ranks) or not behind or stood < _LOOKS or furthest == self._asked_at:
+            return None
+        self._asked_at = furthest
+        return {"asked": True}
+
     def _behind(self, standing: dict[int, State], furthest: Position, now: float) -> Message | None:
         """Once ranks that have come furthest have stood there for long: who is not there. One whose log moves sends no
         position, and whatever it reaches is compared with the log of those."""
@@ -258,7 +277,7 @@ class Hub:
 # Seconds between two looks at the log of this rank.
 _TICK = 0.2
 
-# Seconds between two looks at where the threads of a rank stand whose log does not move.
+# Seconds between two looks at where the threads of a rank stand whose log does not move, and before the first.
 _LOOKS = 1.0
 
 # Seconds after which a rank that has nothing to say says that it lives, at most.
@@ -297,7 +316,7 @@ class Watchdog:
         # Where this rank's log was last, since when, whether the hub was told, and seconds after which it is.
         self._at, self._since, self._told = (0, 0), time.monotonic(), False
         self._held: tuple[int, str, list[int]] | None = None  # where this process stands, and can do nothing else
-        self._looked = 0.0
+        self._asked, self._looked = False, 0.0
         self._stands = max(2 * _TICK, exchange.world / _REPORTS)
         self._said = self._heard = time.monotonic()
         self._hub_at: Position | None = None  # where the hub was when it ended
@@ -473,6 +492,8 @@ class Watchdog:
             if self._held is not None and self._held[1] != WITHIN_ZERO:  # one of torch, which does not hear of it
                 waiting.say(f"rank {self._own}: {message['failed']}")
             self._break(message["failed"], by_another=message["by"] not in (None, self._rank))
+        elif "asked" in message:
+            self._asked = True
         elif "missing" in message:
             self._break(self._log.missing(message["missing"], message["how"]))
         # Else it is not there yet, or has gone on since.
@@ -494,13 +515,13 @@ class Watchdog:
         if position != self._at:
             if self._told:
                 self._say({"at": position, "log": None})
-            self._at, self._since, self._told, self._held = position, now, False, None
+            self._at, self._since, self._told, self._held, self._asked = position, now, False, None, False
         elif not self._told and now - self._since >= self._stands:
             log = self._log.history[1]
             if self._log.position == position:  # it did not move while it was read
                 self._told = True
                 self._say({"at": position, "log": log})
-        if self._told and now - self._looked > _LOOKS:
+        if self._told and self._asked and now - self._looked > _LOOKS:
             self._looked, held = now, standing()
             if held != self._held:
                 self._held = held

@@ -324,6 +324,7 @@ class Model:
         # unit's are sent; those of one before it are being summed, or averaged over replicas.
         self._reducing: list[Unit] = []
 
+        self.has_ended = False
         take_over(self.index)
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
@@ -385,6 +386,7 @@ class Model:
     def end(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""
         _alive[:] = [model for model in _alive if model() is not self]
+        self.has_ended = True
         self.remove_hooks()
         release(self.index, self)
         self._shown.remove()

@@ -487,7 +487,8 @@ _all: list[ReferenceType[Steps]] = []
 
 
 def _alive() -> list[Steps]:
-    return [steps for reference in _all if (steps := reference()) is not None]
+    """Without those of models that were unwrapped, which each rank's garbage collector drops when it runs."""
+    return [steps for reference in _all if (steps := reference()) is not None and not steps.model.has_ended]
 
 
 def _tell(optimizer: Optimizer, error: Exception) -> None:
