@@ -67,7 +67,7 @@ FORMULAS = {
     ),
     "stage 2, run backwards": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, {"model": "Backwards"}, hosts=2),
     "stage 3": Formula("3", ZERO_3, (4 / W, 4), 9 / W),
-    "unsharded from forward to backward": Formula("3 kept", ZERO_3, (1 + 3 / W, 2), 6 / W),
+    "unsharded from forward to backward": Formula("3 kept", ZERO_3, (1 + 2 / W, 2), 6 / W, hosts=0.5),
     "replicas alone": Formula("3", (1, 1, 2), (4, 2), 6 / W, {"replicas": 4}),
     "hybrid": Formula("3", HYBRID, (4 / 2, 4), 8 / W, {"replicas": 2}),
     "whole parameters": Formula("3", ZERO_3, (4 / W, 5), 9 / W, {"partition": "whole"}, off=0.05),
