@@ -84,11 +84,8 @@ def standing() -> tuple[int, str, list[int]] | None:
             if frame.f_code in _WAITS:
                 waits = id(frame), WITHIN_ZERO, None
             elif frame.f_code in _BLOCKING and (waits is None or waits[1] != WITHIN_ZERO):
-                waits = (
-                    id(frame),
-                    _BLOCKING[frame.f_code],
-                    frame.f_locals.get("group"),
-                )  # the outermost: the user's call
+                # The outermost: what the user has called.
+                waits = id(frame), _BLOCKING[frame.f_code], frame.f_locals.get("group")
             frame = frame.f_back
         if waits is not None:
             found.append(waits)
@@ -153,8 +150,8 @@ class Hub:
         self._states: dict[int, State] = {}
         self._new: set[int] = set()  # ranks whose log was not compared since they said where it stands
         self._looked = time.monotonic()
-        # For which ranks were last told that they wait for others, and asked in what they stand.
-        self._waits_at = self._asked_at = (0, 0)
+        self._waits_at: Position = (0, 0)  # for which ranks were last told that they wait for others
+        self._asked_at: dict[int, Position] = {}  # where all ranks were when they were last asked in what they stand
 
     def hear(self, rank: int, message: Message) -> None:
         """Takes what a rank says of itself: changes of its State. An empty message says that it runs."""
@@ -252,11 +249,11 @@ class Hub:
     def _asking(self, standing: dict[int, State], furthest: Position, now: float) -> Message | None:
         """Once all ranks stand, some of them behind: only then do they look at the frames of their threads, which keeps
         what calls hold that end meanwhile."""
+        at = {rank: state.at for rank, state in standing.items()}
         stood = min((now - state.since for state in standing.values()), default=0.0)
-        behind = any(state.at < furthest for state in standing.values())
-        if len(standing) < len(self._ranks) or not behind or stood < _LOOKS or furthest == self._asked_at:
+        if len(at) < len(self._ranks) or {*at.values()} == {furthest} or stood < _LOOKS or at == self._asked_at:
             return None
-        self._asked_at = furthest
+        self._asked_at = at
         return {"asked": True}
 
     def _behind(self, standing: dict[int, State], furthest: Position, now: float) -> Message | None:
