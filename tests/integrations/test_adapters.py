@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from trainers import build, examples, gpt2, losses, same, weights
 
@@ -106,7 +108,17 @@ def written(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(folder.rglob("adapter_model.safetensors"))]
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+def refused_by_transformers() -> bool:
+    """A new transformers may ask for a peft that is not out."""
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    return Version(version("peft")) < Version(MIN_PEFT_VERSION)
+
+
+ADDED = pytest.mark.skipif(refused_by_transformers(), reason="transformers refuses this peft")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=[ADDED] * (one == "added")) for one in ADAPTERS])
 @ranks.on(2, timeout=100)
 def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank, world, tmp_path, kind):
     found = {}
