@@ -329,7 +329,9 @@ class Arguments:
         self.policy = as_precision(self.precision)
         refuse_scripted(self.model, inside=False)
         if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
+            raise ValueError(
+                f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP); or '3 kept'."
+            )
         wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
         if wrapped is not None and (stage < 3 or isinstance(unwrapped_of_torchs(model), Wrapped)):
             where = f", as {wrapped[0]!r}," if wrapped[0] else ""

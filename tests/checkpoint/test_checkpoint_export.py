@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from datetime import datetime
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -230,6 +231,15 @@ def test_the_index_says_which_versions_wrote_it_and_when(tmp_path, capsys):
         capsys.readouterr().out.splitlines()[0],
     )
     assert before - 1 < datetime.fromisoformat(found[1]).timestamp() < time.time() + 1
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks.on(2)
+def test_the_index_says_at_which_stage_it_was_saved(rank, world, stage, tmp_path):
+    model, optimizer = zero.setup(tiny(), torch.optim.Adam, stage=stage)
+    for number, given in enumerate([(model,), (model, optimizer)], 1):
+        saved = zero.checkpoint.save(tmp_path / str(number), *given)
+        assert json.loads((Path(saved.path) / "index.json").read_text())["stage"] == stage
 
 
 def test_an_index_that_does_not_say_who_wrote_it_is_read(tmp_path, capsys):

@@ -21,7 +21,7 @@ import ranks
 from inner import Comm
 from ranks import refusal
 from zero.comm import host_memory
-from zero.comm.forked import held
+from zero.comm.forked import Pipe, held
 
 LENGTH = 5000
 
@@ -174,6 +174,19 @@ def test_a_process_forked_from_a_rank_is_told_that_it_is_none_and_disturbs_nobod
         os._exit(int("was forked from rank" not in refusal(lambda: gathered(comm))))
     assert os.waitpid(child, 0)[1] == 0
     assert gathered(comm) == [0.0, 1.0]
+
+
+def test_a_pipe_that_is_closed_meanwhile_is_cut_in_silence():
+    """As at the end of a process in which another thread marks a failure."""
+    inbox, entry = os.pipe()
+    pipe, other = Pipe(inbox, "rb"), Pipe(entry, "wb")
+    pipe.cut()
+    assert pipe.read(1) == b"" and not pipe.closed
+    with pytest.raises(BrokenPipeError):
+        other.write(b"x")
+    for one in (pipe, other):
+        one.close()
+        one.cut()
 
 
 @pytest.mark.slow

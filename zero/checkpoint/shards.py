@@ -47,7 +47,7 @@ from zero.fsdp.fsdp import running_model
 from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.sdp import ShardedDDP
+from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.cut import held
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
@@ -192,9 +192,10 @@ class Training:
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self.module, self.wrappers = module, wrappers = unwrapped(model)
-        kinds: list[tuple[type, int]] = [(FSDP, 3), (ShardedDDP, 2), (OSS, 1)]
-        found = [stage for kind, stage in kinds if any(isinstance(one, kind) for one in [*wrappers, *self._sharding])]
-        self.stage = found[0] if found else 0
+        # AveragingDDP is a ShardedDDP, whose gradients stay full.
+        kinds: list[tuple[type, int]] = [(FSDP, 3), (AveragingDDP, 1), (ShardedDDP, 2), (OSS, 1)]
+        each = [[stage for kind, stage in kinds if isinstance(one, kind)] for one in [*wrappers, *self._sharding]]
+        self.stage = max((stages[0] for stages in each if stages), default=0)
         self._tensor_parallel = parts.ranks(parameters_of(module))
         try:  # the shard group and, if there is one, the replicate group
             if wrappers:

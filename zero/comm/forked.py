@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from io import FileIO
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -34,16 +35,18 @@ class Pipe(FileIO):
     def cut(self) -> None:
         """Has the other side see the end of the pipe, while another thread may read or write here: that finds an empty
         file. The number stays taken, which a `close` would free for any other file."""
-        if not self.closed:
-            _give_up_one(self)
+        _give_up_one(self)
 
 
 def _give_up_one(one: Any) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    # Another thread may have closed it and not taken it from `held` yet; dup2 to -1 raises.
-    if one.fileno() >= 0:
-        os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
-    os.close(nothing)
+    # Another thread may have closed it, and not taken it from `held` yet: a file then raises, a socket returns -1.
+    with suppress(ValueError, OSError):
+        number = one.fileno()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        try:
+            os.dup2(nothing, number)  # not closed: the copy of the object would close the number again
+        finally:
+            os.close(nothing)
 
 
 def _give_up() -> None:

@@ -134,7 +134,7 @@ class Plan:
         stage, with_offload, _ = chosen.stage.partition(WITH_OFFLOAD)
         title = TITLES[stage] + ", offload=zero.CPUOffload()" * bool(with_offload)
         below = costs[: costs.index(chosen)]
-        host = f", and {self._said(chosen.host)} of the host" if chosen.host else ""
+        host = f", and {self._said(chosen.host)} of the host a rank" if chosen.host else ""
         larger = [cost.stage for cost in costs if not self.fits(cost)]
         lowest, reason = "the lowest that", "everything fits"
         if below:
