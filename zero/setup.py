@@ -32,7 +32,7 @@ from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import as_groups, named_params, parts_of, refuse_two_devices
 from zero.shards.arguments import describe as describe_groups
-from zero.shards.cut import held, take_over
+from zero.shards.cut import refuse_sharded, take_over
 from zero.shards.partition import Partition, Shares, cut_for, refuse_optimizer, refuse_partition, whole_among
 from zero.shards.shapes import refuse_shared, refuse_unsendable
 from zero.state.shard_mark import refuse_shards
@@ -340,12 +340,9 @@ class Arguments:
                 "a notebook whose cell runs again. Pass what zero.unwrap(model) returns."
             )
         refuse_left(model.named_parameters())
+        if stage < 3:
+            refuse_sharded((repr(name), param) for name, param in model.named_parameters())
         for name, param in model.named_parameters() if stage < 3 else ():
-            if held(param).sharded is not None and held(param).averaged_by() is not None:
-                raise ValueError(
-                    f"{name!r} is sharded by an FSDP that has the model already, as in a notebook whose cell runs "
-                    "again. Pass what zero.unwrap(model) of that one returns."
-                )
             if param.is_meta:
                 raise ValueError(
                     f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "

@@ -189,6 +189,16 @@ def test_a_pipe_that_is_closed_meanwhile_is_cut_in_silence():
         one.cut()
 
 
+def test_a_rank_that_reads_no_notes_is_waited_for_as_long_as_the_group_says():
+    (from_it, its_entry), (its_inbox, to_it) = os.pipe(), os.pipe()
+    kept = Pipe(its_entry, "wb"), Pipe(its_inbox, "rb")  # of the other rank, which does nothing with them
+    peer = host_memory.Peer(os.getpid(), Pipe(from_it, "rb"), Pipe(to_it, "wb"))
+    told = refusal(lambda: [peer.send(bytes(24), 0.2) for _ in range(1 << 16)])
+    assert told.startswith("OSError: ") and "has read nothing for 0.2 s" in told
+    for pipe in (*kept, peer.inbox, peer.outbox):
+        pipe.close()
+
+
 @pytest.mark.slow
 @ranks.on(2)
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(rank, world):

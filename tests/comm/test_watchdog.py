@@ -184,14 +184,14 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
 
 @ranks.on(2)
 def test_a_group_that_waits_for_days_is_watched(rank, world):
-    before = {*held}
+    before, threads = {*held}, {*threading.enumerate()}
     with between_hosts():
         comm = Comm(dist.new_group(timeout=timedelta(days=30)))
         comm.agree(0)
         assert within_a_minute(lambda: held - before), "not connected"
         time.sleep(1.0)  # in which the ranks greet one another, and say that their logs stand
         comm.agree(0)
-    assert [one.name for one in threading.enumerate()].count("zero-watchdog") >= 1
+        assert "zero-watchdog" in {one.name for one in {*threading.enumerate()} - threads}
 
 
 @pytest.mark.parametrize("failing", ["accept", "verdict"])
@@ -233,6 +233,24 @@ def test_a_rank_that_cannot_reach_the_first_one_says_so_once_and_keeps_nothing(r
     unwatched = [text.startswith("rank 1 is not watched, as it cannot reach rank 0 at") for text in said]
     assert unwatched == [True] * (rank == 1)
     assert len(watches) == (rank != 1)
+
+
+@gpus.cpu_only("host memory")
+@ranks.on(2, timeout=40)
+def test_a_rank_that_connects_after_the_verdict_is_told_as_well(rank, world):
+    connect = socket.create_connection
+
+    def late(*given: Any) -> socket.socket:
+        time.sleep(0.25)
+        return connect(*given)
+
+    with by("host memory"), mock.patch.object(socket, "create_connection", late):
+        comm = Comm(dist.new_group())
+        comm.agree(0)
+        if rank == 0:
+            comm.log.failure.mark_broken("the victim's own")
+        assert "the victim's own" in ranks.refusal(lambda: comm.agree(0))
+        dist.barrier()
 
 
 @gpus.cpu_only("between hosts")

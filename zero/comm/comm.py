@@ -330,16 +330,17 @@ class Comm:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks: NaN
         where any rank has NaN. channel: number of the operation, which ranks compare; by default all such sums share
         one number."""
-        if self.world > 1 and maximum and tensor.is_floating_point():  # Gloo's and NCCL's maxima drop NaN
+        if self.world == 1:
+            return
+        message, holes = tensor, maximum and tensor.is_floating_point()
+        if holes:  # Gloo's and NCCL's maxima drop NaN
             numbers = tensor.nan_to_num(-math.inf, math.inf, -math.inf)
-            both = torch.stack([numbers, tensor.isnan().to(tensor.dtype)])
-            sent["other"] += 2 * both.nbytes * (self.world - 1) // self.world
-            self._transports[tensor.device.type].all_reduce(both, channel, 1, maximum=True).wait()
-            tensor.copy_(both[0].masked_fill_(both[1] > 0, math.nan))
-        elif self.world > 1:
-            # What a ring sends, by a reduce-scatter and an all-gather, whichever way the transport takes.
-            sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
-            self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum).wait()
+            message = torch.stack([numbers, tensor.isnan().to(tensor.dtype)])
+        # What a ring sends, by a reduce-scatter and an all-gather, whichever way the transport takes.
+        sent["other"] += 2 * message.nbytes * (self.world - 1) // self.world
+        self._transports[tensor.device.type].all_reduce(message, channel, times, maximum=maximum).wait()
+        if holes:
+            tensor.copy_(message[0].masked_fill_(message[1] > 0, math.nan))
 
     def launch_all_reduce(self, flat: Tensor, *, channel: int) -> Work:
         """Collective. Launches a sum of gradients, which must not change until `wait` has returned."""

@@ -48,11 +48,9 @@ class Link:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
-        # The ranks of the job that the ranks of the group are.
-        self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        self.log = Log(self.rank, self.world, self.ranks)
+        self.log = Log(self.rank, self.world, () if group is None else dist.get_process_group_ranks(group))
         self._watched = False
         if self.world == 1:
             settings.check()
@@ -96,7 +94,7 @@ class Link:
                 raise
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
-            with StoreRendezvous(self._store, self.rank, self.ranks, _TIMEOUT) as exchange:
+            with StoreRendezvous(self._store, self.rank, self.log.ranks, _TIMEOUT) as exchange:
                 self._agree_on_settings(exchange)
                 self._watch(exchange)
         group, where = self._group, (self.rank, self.world)
@@ -110,7 +108,7 @@ class Link:
         lazy: ranks connect when they first send to one another, as where they only compare what goes by another
             backend."""
         assert self._store is not None
-        with StoreRendezvous(self._store, self.rank, self.ranks, timeout) as exchange:
+        with StoreRendezvous(self._store, self.rank, self.log.ranks, timeout) as exchange:
             self._agree_on_settings(exchange)
             peers, store = rendezvous(exchange, settings.host_memory()), self._watch(exchange)
             if peers is not None:
@@ -143,7 +141,7 @@ class Link:
             if problem:
                 with suppress(RuntimeError):  # the store's host may end once it has raised
                     exchange.all_gather(b"")
-                raise ValueError(f"{problem} (on rank {self.ranks[rank]})")
+                raise ValueError(f"{problem} (on rank {self.log.ranks[rank]})")
         self.log.each = any(each for each, *_ in ranks)
         self.log.failure.raised.store = exchange.store
         self.one_host = len({there for *_, there, _ in ranks}) == 1 and ranks[0][2] != ""
@@ -162,12 +160,12 @@ class Link:
             except ValueError as error:
                 problem = str(error)
             # Keys of its own: another rank may not have ended the exchange before this one.
-            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.ranks, _TIMEOUT) as exchange:
+            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.log.ranks, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
                 told = [json.loads(text) for text in exchange.all_gather(json.dumps([second, problem]).encode())]
             for rank, (_, problem) in enumerate(told):
                 if problem:
-                    raise ValueError(f"{problem} (on rank {self.ranks[rank]})")
+                    raise ValueError(f"{problem} (on rank {self.log.ranks[rank]})")
             second = all(second for second, _ in told)  # all ranks make a communicator, or those that do wait for ever
         group = self._group
         return Overlapping(
@@ -176,7 +174,7 @@ class Link:
             checks=checks,
             name=backend,
             one_host=self.one_host,
-            second=(lambda: another_like(group, device, store, self.ranks)) if second else None,
+            second=(lambda: another_like(group, device, store, [*self.log.ranks])) if second else None,
             abort=lambda groups: abort(groups, device),
         )
 

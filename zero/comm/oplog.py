@@ -119,6 +119,10 @@ REMEDY = (
 )
 
 
+OF_BACKENDS: tuple[type[BaseException], ...] = (RuntimeError, OSError)
+"""Errors by which a backend of torch tells of other ranks."""
+
+
 class Failure:
     """The failure of one process group, in one process, which is rank `own` of the job. After a failed transfer, no
     transfer that was in flight counts as complete, and every later operation raises with the first cause.
@@ -207,7 +211,7 @@ class Failure:
         channel: int | None,
         buffers: object,
         error: BaseException,
-        of_others: tuple[type[BaseException], ...] = (RuntimeError, OSError),
+        of_others: tuple[type[BaseException], ...] = OF_BACKENDS,
     ) -> None:
         """Records the failure of a transfer. Raises RuntimeError with a message for the user for errors of the classes
         by which a backend, or the system, tells of other ranks; nothing for this rank's own, such as Ctrl-C."""

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
 from zero._torch.tensors import wraps_others
-from zero.comm.oplog import COMPARISON, TAIL, Log
+from zero.comm.oplog import COMPARISON, OF_BACKENDS, TAIL, Log
 
 # ------------------------------------------------------------------------------------------------------------- messages
 #
@@ -188,7 +188,7 @@ class Operation:
         log: Log,
         channel: int | None,
         buffers: object,
-        of_others: tuple[type[BaseException], ...] = (RuntimeError, OSError),
+        of_others: tuple[type[BaseException], ...] = OF_BACKENDS,
     ) -> None:
         self._log, self._channel, self._buffers, self._of_others = log, channel, buffers, of_others
 

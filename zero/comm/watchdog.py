@@ -310,6 +310,7 @@ class Watchdog:
         self._ready = DefaultSelector()
         self._learned = self._ended = False
         self._state: Message = {}  # what this rank has said last, for the hub to hear once it is connected
+        self._verdict: Message = {}  # what the hub has found last
         # Where this rank's log was last, since when, whether the hub was told, and seconds after which it is.
         self._at, self._since, self._told = (0, 0), time.monotonic(), False
         self._held: tuple[int, str, list[int]] | None = None  # where this process stands, and can do nothing else
@@ -381,6 +382,7 @@ class Watchdog:
     def _tell(self) -> None:
         """Tells all ranks what the hub finds."""
         if self._hub is not None and not self._learned and (verdict := self._hub.verdict()):
+            self._verdict = verdict
             self._send(verdict)
             self._learn(verdict)
 
@@ -472,7 +474,9 @@ class Watchdog:
             raise ValueError("a stranger")
         peer.rank, self._heard = int(message["rank"]), time.monotonic()
         if self._hub is not None:
-            peer.connected.sendall(json.dumps({"nonce": self._nonce, "rank": 0}).encode() + b"\n")
+            # With what all others were told that had greeted before.
+            for told in ({"nonce": self._nonce, "rank": 0}, *([self._verdict] if self._learned else [])):
+                peer.connected.sendall(json.dumps(told).encode() + b"\n")
             self._hub.hear(peer.rank, {})  # a busy rank says nothing for up to 30 s
         else:
             self._send(self._state)

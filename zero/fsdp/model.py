@@ -223,8 +223,9 @@ _AVERAGES = (
 
 
 _SHARDED = (
-    "is sharded by FSDP, which is stage 3: no OSS can shard it once more. Build the plain optimizer of the parameters: "
-    "torch.optim.Adam(model.parameters())."
+    "is sharded by FSDP, which is stage 3, and by no other stage beside it. Build the plain optimizer of the "
+    "parameters: torch.optim.Adam(model.parameters()); in a notebook whose cell runs again pass what "
+    "zero.unwrap(model) returns."
 )
 
 
@@ -324,7 +325,6 @@ class Model:
         # unit's are sent; those of one before it are being summed, or averaged over replicas.
         self._reducing: list[Unit] = []
 
-        self.has_ended = False
         take_over(self.index)
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
@@ -386,7 +386,6 @@ class Model:
     def end(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""
         _alive[:] = [model for model in _alive if model() is not self]
-        self.has_ended = True
         self.remove_hooks()
         release(self.index, self)
         self._shown.remove()

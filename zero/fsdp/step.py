@@ -32,7 +32,7 @@ from zero._torch.optimizers import HooksOfSteps, call_first, takes_state_hooks
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.together import Together
-from zero.fsdp.model import Model
+from zero.fsdp.model import Model, models
 from zero.fsdp.unit import Need, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import ELEMENTWISE, Finding, Kind, title
@@ -488,7 +488,8 @@ _all: list[ReferenceType[Steps]] = []
 
 def _alive() -> list[Steps]:
     """Without those of models that were unwrapped, which each rank's garbage collector drops when it runs."""
-    return [steps for reference in _all if (steps := reference()) is not None and not steps.model.has_ended]
+    exist = models()
+    return [steps for reference in _all if (steps := reference()) is not None and steps.model in exist]
 
 
 def _tell(optimizer: Optimizer, error: Exception) -> None:
