@@ -38,7 +38,7 @@ class Upload(io.BytesIO):
             raise PermissionError(f"no more room for {os.path.basename(self._path)}")  # as stores say it: no errno
         folder = os.path.dirname(self._path)
         os.makedirs(folder, exist_ok=True)
-        # Beside the folder: what a killed rank leaves in it would keep it from being removed, as nothing does in stores.
+        # Beside the folder: what a killed rank left in it would keep it from being removed, as nothing does in stores.
         hidden = os.path.join(os.path.dirname(folder), f"{UPLOAD}{uuid.uuid4().hex}")
         with open(hidden, "wb") as file:
             file.write(self.getbuffer())
