@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ class _Graphed:
         self._modules = [*model.modules()]
         # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
         for one in inner:
-            one.register_load_state_dict_post_hook(lambda _: loads.append(None))
+            finalize(self, one.register_load_state_dict_post_hook(lambda _: loads.append(None)).remove)
         self._cuda, self._stream = cuda, stream
         self._together = Together(comms, "a step of zero.graphed")
         self._replay = [comm.channel("a replay of zero.graphed") for comm in comms]
@@ -145,25 +146,27 @@ class _Graphed:
                 return result
             if self._graph is None:
                 self._record(args, named)
+        # Before this rank says that it replays: what is raised here leaves the group as it is. Ranks that replay
+        # meanwhile are told once this one launches anything else, or ends.
+        now = self._settings_now()
+        for name, value in now.items() if now != self._settings else ():
+            if self._settings.get(name) != value:
+                raise RuntimeError(
+                    f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
+                    "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
+                    "lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
+                )
+        found, nest = tree_flatten((args, named))
+        kinds, expected = [_kind(arg) for arg in found], [_kind(arg) for arg in self._inputs]
+        if kinds != expected or nest != self._nest:
+            raise RuntimeError(
+                f"the step of zero.graphed was recorded with {expected}, and is called with {kinds}. Pad batches to "
+                "one shape, or call the function that was given to zero.graphed for the others."
+            )
         try:
             for comm, channel in zip(self._comms, self._replay, strict=True):
                 comm.log.failure.refuse_if_broken()
                 comm.log.record(channel)
-            now = self._settings_now()
-            for name, value in now.items() if now != self._settings else ():
-                if self._settings.get(name) != value:
-                    raise RuntimeError(
-                        f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see "
-                        "it. Options that change, such as lr, are tensors that are written in place, as schedulers "
-                        "do: lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
-                    )
-            found, nest = tree_flatten((args, named))
-            kinds, expected = [_kind(arg) for arg in found], [_kind(arg) for arg in self._inputs]
-            if kinds != expected or nest != self._nest:
-                raise RuntimeError(
-                    f"the step of zero.graphed was recorded with {expected}, and is called with {kinds}. Pad batches "
-                    "to one shape, or call the function that was given to zero.graphed for the others."
-                )
             for into, arg in zip(self._inputs, found, strict=True):
                 if isinstance(into, Tensor):
                     into.copy_(arg, non_blocking=True)
@@ -176,12 +179,12 @@ class _Graphed:
             self._replays += 1
             if self._replays % COMPARED == 0:
                 self._together.agree()
-        except Exception as error:
+            self._graph.replay()
+        except BaseException as error:
             # Others may be in a replay already, which waits for this rank on the device, and compares nothing.
             for comm in self._comms:
                 comm.log.failure.mark_broken(f"rank {comm.log.own} has raised {type(error).__name__}: {error}")
             raise
-        self._graph.replay()
         return tree_map(_copy, self._outputs)
 
     def _record(self, *given: Any) -> None:

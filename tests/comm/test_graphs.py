@@ -141,12 +141,32 @@ def test_other_shapes_are_refused_and_a_lost_rank_ends_the_replays():
         loop = Loop(there, "3")
         step = trained(loop, 5)
         assert "called with ['torch.float32 [3, 8]']" in refusal(lambda: step(torch.ones(3, WIDTH)))
-        assert "called with" in refusal(lambda: step(loop.inputs())), "others may wait for it on the device"
+        loop.step(torch.ones(3, WIDTH))
+        step(loop.inputs())
+        assert loop.steps == 5, "three by the host, one that is recorded, and one of another shape"
     with simulated() as there:
         loop = Loop(there, "3")
         step = trained(loop, 5)
         running_model(loop.model).comm.log.failure.mark_broken("rank 3 is gone")
         assert "rank 3 is gone" in refusal(lambda: step(loop.inputs()))
+
+
+def test_a_step_that_is_interrupted_once_it_was_announced_is_told_to_ranks_that_replay():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        step = trained(loop, 5)
+        with mock.patch.object(torch.Tensor, "copy_", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            step(loop.inputs())
+        assert "has raised KeyboardInterrupt" in refusal(lambda: step(loop.inputs()))
+
+
+def test_nothing_is_left_of_a_graph_that_was_dropped():
+    with simulated() as there:
+        loop = Loop(there, "2")
+        hooks = loop.optimizer.optim._optimizer_load_state_dict_post_hooks
+        before = len(hooks)
+        trained(loop, 5)
+        assert len(hooks) == before
 
 
 def test_a_nest_of_inputs_is_copied_and_one_of_another_form_refused():
