@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from zero._torch.compiling import name_without_compile, named_as_compiled, renamed, versions_of, with_versions
 from zero._torch.modules import loads_by_itself, parameters_of
 from zero._torch.optimizers import with_load_hooks, with_state_hooks
-from zero._torch.telling import warn_user
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import MOST_FLAGS, Together, alike
 from zero.comm.waiting import calling
@@ -230,7 +229,7 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
 
     weights: a mapping, or an iterator of pairs (name, tensor), by the module's own names, with or without `_orig_mod.`
         of torch.compile; an iterator may read a file tensor by tensor. If all names begin with `module.`, as in files
-        of DistributedDataParallel, that is taken off with a warning. Either the same on every rank, or on
+        of DistributedDataParallel and AveragedModel, that is taken off. Either the same on every rank, or on
         rank 0 alone, with None or {} on all others: those receive rank 0's tensor by tensor.
 
     Each rank takes its elements of one tensor after another: besides its shards it holds one tensor, and one unit whose
@@ -283,7 +282,6 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     if isinstance(weights, Mapping):
         prefixed = {name.startswith("module.") for name in weights if name != _AVERAGED}
         if prefixed == {True} and not hasattr(inner, "module"):
-            warn_user(_OF_DDP)
             weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
             weights.pop(_AVERAGED, None)
         return inner.load_state_dict(named_as_compiled(inner, weights), strict)
@@ -342,11 +340,6 @@ def _without_ddps(inner: nn.Module, weights: Given) -> Given:
     return map(lambda pair: (next(iter(renamed({pair[0]: None}, own))), pair[1]), weights)  # noqa: C417  # keeps none
 
 
-_OF_DDP = (
-    "all names begin with 'module.', as those that DistributedDataParallel and AveragedModel save: it is taken off, "
-    "and the rest is loaded."
-)
-
 _AVERAGED = "n_averaged"  # that AveragedModel has beside its module
 
 
@@ -359,9 +352,7 @@ def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -
             continue
         if strips is None:
             strips = name.startswith("module.") and not any(one.startswith("module.") for one in expected)
-            if strips:
-                warn_user(_OF_DDP)
-            else:
+            if not strips:
                 yield from averaged
         yield name.removeprefix("module.") if strips else name, value
         del value

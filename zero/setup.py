@@ -135,7 +135,8 @@ def setup(
         zero.plan has, too.
 
     Stage 1 averages gradients as stage 2 does, and leaves them full in `param.grad`; to use DistributedDataParallel and
-    its options build that and an OSS yourself. Without torch.distributed, stages 0 and 1 return the model as it is.
+    its options build that and an OSS yourself. Without torch.distributed, stages 0 and 1 return the model as it
+    is; 2 and 3 wrap it as on one rank.
     Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used, and RuntimeError
     if a launcher has started several ranks, but torch.distributed is not initialised.
     """

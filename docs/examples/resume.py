@@ -4,6 +4,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --
     docs/examples/resume.py run
 """
 
+import os
 import signal
 import sys
 from datetime import timedelta
@@ -18,7 +19,10 @@ signals: list[int] = []
 for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
     signal.signal(number, lambda received, frame: signals.append(received))
 timeout = timedelta(minutes=5)  # after which a host that is lost ends the others; longer than a save takes
-dist.init_process_group("gloo", timeout=timeout)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
 rank, world = dist.get_rank(), dist.get_world_size()
 of_cpus = dist.new_group(backend="gloo", timeout=timeout)  # NCCL's answer would wait for the GPU
 
@@ -32,7 +36,7 @@ def summed(*numbers: float) -> list[float]:
 
 run, stage, steps, save_every = sys.argv[1], *map(int, sys.argv[2:] or (3, 1000, 10))
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).to(device)
 model, optimizer = zero.setup(net, torch.optim.AdamW, stage=stage, lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 data = torch.Generator().manual_seed(1)  # alike everywhere: ranks share a batch
@@ -40,7 +44,7 @@ resume = [schedule, data]
 saved = zero.checkpoint.load(run, model, optimizer, resume=resume, missing_ok=True)
 step, told = saved["step"] if saved else 0, 0.0
 while step < steps and not told:
-    inputs = torch.randn(12, 32, generator=data)[rank::world]
+    inputs = torch.randn(12, 32, generator=data)[rank::world].to(device)
     loss = (model(inputs) - inputs.sin()).square().mean()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -224,10 +224,8 @@ def test_names_may_be_those_of_distributed_data_parallel(rank, world, stage):
     found = {f"module.{name}": 2 * value for name, value in zero.full_tensors(model, optimizer, to=None)}
     weights, state = ({name: one for name, one in found.items() if ("/" in name) == is_state} for is_state in (0, 1))
     for given in (weights, iter(weights.items()), iter(weights.items()) if rank == 0 else None):
-        with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
-            zero.load_full_state_dict(model, given)
-    with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
-        zero.load_full_optimizer_state_dict(model, optimizer, iter(state.items()))
+        zero.load_full_state_dict(model, given)
+    zero.load_full_optimizer_state_dict(model, optimizer, iter(state.items()))
     same({f"module.{name}": value for name, value in zero.full_tensors(model, optimizer, to=None)}, found)
 
 
