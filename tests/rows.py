@@ -125,6 +125,7 @@ class Row:
     same: the stages with the numbers of stage 0. refused: patterns that are in the error of every rank, by stage.
     or_refused: instead of the numbers of stage 0 there may be an error on every rank, with this pattern in it; no rank
     may wait, and ranks may not find themselves out of step.
+    built: the optimizer is built before the model is wrapped.
     options: further arguments of zero.setup at stages 1 to 3. ddp: arguments of DistributedDataParallel at stages 0
     and 1. fsdp: arguments of FSDP, which stands in place of zero.setup at stage 3 then. tolerance: relative to each
     tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs.
@@ -136,6 +137,7 @@ class Row:
     found: tuple[str, str, int]  # its module, kind and number: ranks find it there, as a program may be a lambda
     net: Callable[[], nn.Module] = Net
     optim: Callable[..., Any] = sgd
+    built: bool = False
     steps: int = 3
     same: frozenset[int] = frozenset({1, 2, 3})
     refused: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -325,7 +327,7 @@ def _wrapped(row: Row, stage: int, net: nn.Module, optim: Callable[..., Any]) ->
         model = zero.FSDP(net, **row.fsdp)
         return model, optim(model.parameters())
     if stage > 1 or not row.ddp:
-        return zero.setup(net, optim, stage=stage, **options)
+        return zero.setup(net, optim(net.parameters()) if row.built else optim, stage=stage, **options)
     params = net.named_parameters()
     optimizer = zero.OSS(params, optim, **options) if stage else optim(net.parameters())
     return DistributedDataParallel(net, **row.ddp), optimizer

@@ -170,7 +170,9 @@ def test_what_is_left_of_a_wrapper_is_refused_and_nothing_is_unwrapped_within_a_
             told = ranks.refusal(lambda: zero.unwrap(model))
         assert "zero.unwrap()" in told and "between steps" in told
     zero.unwrap(model)
-    for use in (lambda: model(data(8, 6, rank=0)), optimizer.step):
+    plain = zero.unwrap(nn.Module())
+    uses = [optimizer.step, optimizer.state_dict, lambda: zero.full_optimizer_state_dict(plain, optimizer)]
+    for use in (lambda: model(data(8, 6, rank=0)), *uses):
         assert "was unwrapped by zero.unwrap()" in ranks.refusal(use)
 
 

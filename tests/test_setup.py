@@ -128,9 +128,33 @@ def test_what_trains_nothing_needs_no_group(tmp_path):
     zero.checkpoint.load(tmp_path, model)
 
 
-class Forgetful(SGD):
-    def __init__(self, params: Any, scale: float = 1.0) -> None:
-        super().__init__(params, lr=0.1 * scale)
+class Rows(SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rows = [torch.ones(len(param)) for param in self.param_groups[0]["params"]]
+
+
+def replaced(params: Any) -> Optimizer:
+    optimizer = SGD(params, lr=0.1)
+    optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+    return optimizer
+
+
+class Keyed(SGD):
+    def __init__(self, params: Any, scales: Any = None) -> None:
+        super().__init__(params, lr=0.1)
+
+
+class Leaky(SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+class Counting(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "k": 1}
 
 
 def with_rows(model: nn.Module) -> Optimizer:
@@ -171,6 +195,7 @@ def built(model: nn.Module) -> Optimizer:
     return Adam(model.parameters())
 
 
+KEYED = "Keyed was given parameters of the model in scales, and OSS steps shards.*param.scale = 0.5"
 BELOW_3 = "reshard_after_forward=False means nothing at stage 2. Below stage 3 parameters stay full anyway"
 LR = r"an Adam that is built already, and lr= for it.*param_groups.*zero.setup\(model, Adam, stage=3, lr="
 NO_VALUES = r"'1\.weight' is on the meta device and has no values, which stage 3 alone initialises.*to_empty"
@@ -189,9 +214,14 @@ unusable(
     "parameters beside a built one", "built already, and params= for it", built, at=[1], params=nn.Module.parameters
 )
 unusable("an OSS", "an OSS, which shards its state already", lambda m: zero.OSS(m.parameters(), Adam), at=[2])
+TENSORS = "keeps tensors, .* attribute 'rows'.*its arguments"
+unusable("tensors in attributes", TENSORS, lambda m: Rows(m.parameters()), at=[2])
+unusable("a step of the object", r"step\(\) of the SGD was replaced", lambda m: replaced(m.parameters()), at=[1, 2])
+unusable("a dict by parameters", KEYED, lambda m: partial(Keyed, scales={m.weight: 0.5}), at=[1, 2])
 unusable(
-    "arguments not kept", "does not keep what it was built with: scale", lambda m: Forgetful(m.parameters()), at=[2]
+    "a zero_grad of its own", r"zero_grad\(\) of Leaky leaves gradients", lambda m: Leaky(m.parameters()), at=[1, 2]
 )
+unusable("state of its own", "has 'k' beside its state and groups", lambda m: Counting(m.parameters()), at=[1, 2])
 unusable("built on one rank", "differ between ranks", lambda m: Adam if dist.get_rank() else built(m), at=[0])
 unusable("one twice", "parameter 2 of group 0 was given", at=[3], params=lambda m: [*m.parameters(), m.weight])
 unusable("no values", NO_VALUES, net=lambda m: nn.Sequential(m, nn.Linear(4, 4, device="meta")), at=range(3))
@@ -297,7 +327,8 @@ def test_a_cell_that_runs_again_on_the_module_inside_trains_or_is_told_the_remed
         refused = (stage == 2 and until in (1, 2)) or stage == 3 or name[-6:] == "before"
         assert refused or not told, told
         if told:
-            assert "notebook whose cell runs again" in told and re.search("zero.unwrap|Build it again", told), told
+            assert "notebook whose cell runs again" in told, told
+            assert re.search("zero.unwrap|build another optimizer", told), told
             net = zero.unwrap(first[0])
             taken[:] = zero.setup(net, Adam(net.parameters()), stage=second)
         model, optimizer = taken

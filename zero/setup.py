@@ -465,4 +465,4 @@ def _refuse_unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: I
         )
     for one in optims:
         _refuse_foreign(f"the {called(one)} given to zero.setup has", model, one.param_groups)
-        refuse_unfit(one, OSS, rebuilds=stage in (1, 2))
+        refuse_unfit(one, OSS, moves=stage in (1, 2))

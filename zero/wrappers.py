@@ -25,7 +25,7 @@ from zero.oss.optimizer import optimizers
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import comm_of
 from zero.state.gathered import refuse_no_rank
-from zero.state.stepped import SteppedShards, of_user
+from zero.state.stepped import SteppedShards, of_user, refuse_retired
 from zero.tensor_parallel.shown import take_out_of
 
 Wrapped = DistributedDataParallel | ShardedDDP | FSDP
@@ -138,7 +138,8 @@ def stepped_for(
 
 def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optimizer) -> SteppedShards:
     """What holds an optimizer's state; at stage 0 none of it is a shard. Raises ValueError alike where some is of a
-    sharded model that is not in the module."""
+    sharded model that is not in the module, and RuntimeError for an optimizer that was retired."""
+    refuse_retired(optimizer)
     stepped: SteppedShards | None = getattr(optimizer, "stepped_shards", None)  # of OSS and EMA
     if stepped is not None:
         return stepped

@@ -74,6 +74,10 @@ def in_forward(model: nn.Module, optimizer: Any, act: Act) -> Any:
     return model.get_submodule("module.blocks.1").register_forward_pre_hook(act)
 
 
+def in_a_hook_of_the_wrapper(model: nn.Module, optimizer: Any, act: Act) -> Any:
+    return model.register_forward_hook(act)
+
+
 def in_backward(model: nn.Module, optimizer: Any, act: Act) -> Any:
     block = model.get_submodule("module.blocks.1")
     return block.register_forward_hook(lambda module, args, output: (output.register_hook(act), None)[1])
@@ -84,17 +88,17 @@ PLACES: dict[str, Callable[..., Any] | None] = {
     "after a step": after_a_step,
     "in a closure": None,
     "in forward": in_forward,
+    "in a hook of the wrapper": in_a_hook_of_the_wrapper,
     "in backward": in_backward,
 }
-ALONE = {("in backward", stage, transport) for stage in (2, 3) for transport in TRANSPORTS}
+ALONE = {("in backward", stage, transport) for stage in (1, 2, 3) for transport in TRANSPORTS}
+ALONE |= {("in a hook of the wrapper", 3, transport) for transport in TRANSPORTS}
 OUTSIDE = pytest.mark.xfail(reason="torch calls it outside of what ranks do together: others learn by the time-out")
 CELLS = [
     pytest.param(place, stage, sent, marks=[pytest.mark.slow, OUTSIDE] if (place, stage, sent) in ALONE else [])
     for place in PLACES
     for stage in (1, 2, 3)
     for sent in TRANSPORTS
-    # There stage 1 is DistributedDataParallel's own, which tells nobody.
-    if not (stage == 1 and place in ("in forward", "in backward"))
 ]
 
 
@@ -143,6 +147,25 @@ def test_what_one_rank_raises_all_raise(rank, world, place, stage, transport):
         else:
             assert text in str(error), f"{kind}: {str(error)[:500]}"
             assert isinstance(error, RuntimeError if broken else expected), f"{kind}: {error!r}"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_a_backward_that_one_rank_alone_has_caught_is_told_before_its_next(rank, world, transport, stage):
+    """Else others, which wait in it, would take the gradients of that next one."""
+
+    def fail(_: Any) -> None:
+        raise ValueError("bad batch")
+
+    with by(transport):
+        model, _ = zero.setup(Stack(), sgd, stage=stage)
+        output = model(batch(rank, 0))
+        if rank == 1:
+            output.register_hook(fail)
+            assert "bad batch" in ranks.refusal(output.sum().backward)
+        told = ranks.refusal(lambda: (model(batch(rank, 1)) if rank else output).sum().backward())
+    assert "ranks are out of step" in told and (stage == 3 or "rank 1 has raised RuntimeError: a backward" in told)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

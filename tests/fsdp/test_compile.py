@@ -276,10 +276,11 @@ def test_a_compiled_model_trains_where_gradients_are_there_in_a_forward(rank, wo
         both.step(*(partial(loss, step=2 * step + half) for half in range(2)), unsent=unsent)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2, timeout=60)
-def test_the_step_of_an_optimizer_may_be_compiled(rank, world):
+def test_the_step_of_an_optimizer_may_be_compiled(rank, world, stage):
     torch._dynamo.reset()
-    both = SideBySide(Stack(), "3")
+    both = SideBySide(Stack(), partial(zero.setup, stage=stage))
     both.optimizer.step = torch.compile(both.optimizer.step, backend="eager")
     steps(both, rank)
 

@@ -211,6 +211,7 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
     model[2].weight = model[0].weight
+    model.register_buffer("positions", torch.arange(3.0), persistent=False)
     return model
 
 

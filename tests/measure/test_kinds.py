@@ -240,3 +240,11 @@ def trained(rank: int, stage: int, *, inside: bool = True) -> tuple[Any, Any]:
 @ranks.on(2)
 def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fsdp(rank, world, stage, inside):
     same(trained(rank, stage, inside=inside), trained(rank, 0), "losses and weights")
+
+
+@ranks.on(2)
+def test_state_of_a_wrapper_inside_is_refused_and_not_left_out(rank, world, tmp_path):
+    model, optimizer = zero.setup(built(), slow_adam, 2, lr=0.01)
+    save = partial(zero.checkpoint.save, tmp_path, model, optimizer)
+    for use in (partial(zero.full_optimizer_state_dict, model, optimizer), save, optimizer.state_dict):
+        assert "the Slow keeps its state in another optimizer (Adam)" in ranks.refusal(use)

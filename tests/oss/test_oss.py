@@ -480,6 +480,12 @@ def unfrozen(t, i):
     t.update(t.loss(i))
 
 
+def unfrozen_around(t, i):
+    """Without a forward of the wrapper."""
+    t.n.first.requires_grad_(i > 0)
+    around(t, i)
+
+
 def frozen():
     return changed(Net(), lambda net: net.first.requires_grad_(False))
 
@@ -565,7 +571,7 @@ def test_averages_are_added_to_where_they_lie_and_freed_with_the_gradients(rank,
         time.sleep(0.001)
 
 
-ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
+ACTS = around, around_parts, twice, again, unfrozen, unfrozen_around, unused, accumulated
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -573,7 +579,7 @@ ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks.on("world")
 def test_the_mean_over_the_ranks_is_stepped(rank, world, stage, act):
-    build = frozen if act is unfrozen else Net
+    build = frozen if act in (unfrozen, unfrozen_around) else Net
     both = [Trained(build(), at) for at in (0, stage)]
     for step in range(4):
         for one in both:

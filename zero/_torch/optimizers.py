@@ -108,6 +108,11 @@ def move_hooks(optimizer: Optimizer, to: Optimizer) -> None:
         setattr(optimizer, name, OrderedDict())
 
 
+def is_of_scheduler(step: Callable[..., Any]) -> bool:
+    """Whether a scheduler has put this function in the place of the optimizer's step, which it counts."""
+    return getattr(step, "_wrapped_by_lr_sched", False)
+
+
 def call_stepped(optimizer: Optimizer) -> None:
     """Keeps schedulers from warning that the optimizer was never stepped. What they read has no public name."""
     vars(optimizer)["_opt_called"] = True

@@ -52,7 +52,7 @@ from zero.shards.cut import held
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import GroupState
-from zero.state.stepped import SteppedShards
+from zero.state.stepped import SteppedShards, refuse_retired
 from zero.tensor_parallel import parts
 from zero.wrap.precision import original_dtypes
 from zero.wrappers import comms_of, prepared, stepped_by, taken_out, unwrapped
@@ -275,13 +275,7 @@ class Training:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ValueError(f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-            elsewhere = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-            if not isinstance(optimizer, OSS) and any(one.state is not optimizer.state for one in elsewhere):
-                raise ValueError(
-                    f"the {type(optimizer).__name__} keeps its state in another optimizer "
-                    f"({type(elsewhere[0]).__name__}), which zero.checkpoint does not look into. Use zero.OSS to "
-                    "shard the state, or pass the inner optimizer"
-                )
+            refuse_retired(optimizer, ValueError)
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 raise ValueError("the model and its OSS were given different process groups. Pass one to both")
             for index, param in enumerate(params_of(getattr(optimizer, "stepped_shards", optimizer))):

@@ -51,7 +51,7 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.precision import as_precision, uncast
-from zero.wrap.wrapper import COPIED, NOT_SCRIPTED, UNWRAPPED, Wrapper, as_weights, refuse_scripted, refuse_steps
+from zero.wrap.wrapper import COPIED, NOT_SCRIPTED, UNWRAPPED, Wrapper, as_weights, refuse_scripted, retire_all
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -248,7 +248,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             hook.remove()
         take_out_of(self.module)
         self._end()
-        refuse_steps(registered(self._model))
+        retire_all(registered(self._model))
         self._unwrapped = True
         return self.module
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -13,19 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.measure.kinds import Finding, _assumed, known, measured, narrow_among
-from zero.measure.param_groups import called, described_options, nearest, options, params_of
+from zero.measure.kinds import Finding, _assumed, finding_of, known, narrow_among
+from zero.measure.param_groups import Alike, called, nearest, options, params_of
 from zero.measure.probe import single_step, undisturbed
 
 
 def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
     """The kind of an optimizer, measured on another like it. group: of which it is asked; by default the worst."""
-    found = known(type(optimizer))
-    if found is not None:
-        return found
     groups = [options(one) for one in (optimizer.param_groups if group is None else [group])]
-    alike, narrow = partial(_built_alike, optimizer), narrow_among(params_of(optimizer))
-    return measured(type(optimizer), _description(optimizer), alike, groups, narrow)
+    return finding_of(Alike(optimizer), None, groups, narrow_among(params_of(optimizer)))
 
 
 def state_made_by(
@@ -35,25 +30,7 @@ def state_made_by(
     torch's own optimizers, whose state has the dtype of the parameter, unless asked for."""
     if known(type(optimizer)) is not None and not of_torchs:
         return {}
-    return single_step(partial(_built_alike, optimizer), options(group), dtype)[1]
-
-
-def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    first = next(iter(inspect.signature(type(optimizer)).parameters))
-    inner = _held(optimizer).get(first)
-    given = _built_alike(inner, groups) if isinstance(inner, Optimizer) else groups
-    alike: Callable[..., Optimizer] = type(optimizer)
-    return alike(given, **_arguments(optimizer))
-
-
-def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """The constructor's arguments, as far as they are known; for an inner optimizer a function that builds it."""
-    held = _held(optimizer)
-    given = {name: held[name] for name in argument_names(type(optimizer)) if name in held}
-    return {
-        name: partial(type(value), **_arguments(value)) if isinstance(value, Optimizer) else deepcopy(value)
-        for name, value in given.items()
-    }
+    return single_step(Alike(optimizer), options(group), dtype)[1]
 
 
 def refuse_arguments(optim: Any, given: Iterable[str], own: Iterable[str]) -> None:
@@ -105,22 +82,6 @@ def argument_names(kind: type[Optimizer]) -> Iterator[str]:
         yield from [one.name for one in named]  # but self and the parameters
         if not any(one.kind is one.VAR_KEYWORD for one in arguments):
             return
-
-
-def _held(optimizer: Optimizer) -> dict[str, Any]:
-    """Its defaults, and its attributes that are plain values or optimizers."""
-    attributes = {
-        name.lstrip("_"): value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, (bool, int, float, str, torch.dtype, Optimizer)) or value is None
-    }
-    return {**attributes, **optimizer.defaults}
-
-
-def _description(optimizer: Optimizer) -> str:
-    held = _held(optimizer).items()
-    inner = {name: f"{type(one).__name__} ({_description(one)})" for name, one in held if isinstance(one, Optimizer)}
-    return described_options({**dict(held), **inner})
 
 
 def around(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.measure.param_groups import called, described_options
-from zero.measure.probe import Build, probe, single_step
+from zero.measure.param_groups import Alike, called, described_options, is_data
 from zero.measure.probe import Finding as Finding
 from zero.measure.probe import Kind as Kind
+from zero.measure.probe import probe, single_step
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -49,8 +49,8 @@ def known(optim: Callable[..., object] | None) -> Finding | None:
 
 
 def unwrapped(optim: Any) -> Any:
-    """The class or function inside a partial, or inside nested ones."""
-    while isinstance(optim, partial):
+    """The class or function inside a partial, or inside nested ones, or of one that is built."""
+    while isinstance(optim, (partial, Alike)):
         optim = optim.func
     return optim
 
@@ -76,24 +76,20 @@ def finding_of(
     if found is not None:
         return found
 
-    def built(groups: list[dict[str, Any]]) -> Optimizer:
+    def build(groups: list[dict[str, Any]]) -> Optimizer:
         names = [f"parameter{number}.weight" for number in range(len(groups[0]["params"]))]
         return optim([{**groups[0], "param_names": names}], **deepcopy(given))
 
-    return measured(optim, described_options(given), built, groups, narrow)
-
-
-def measured(
-    source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], narrow: torch.dtype | None = None
-) -> Finding:
-    """The worst kind of any group. source, options: what `build` builds, and how: the key of the cache."""
     if _assumed:
         return _assumed[-1]
+    asked = optim.attributes if isinstance(optim, Alike) else given
     try:
-        remembered = _found.setdefault(source, {})
+        remembered = _found.setdefault(unwrapped(optim), {})
     except TypeError:  # without weak references it is measured each time
         remembered = {}
-    found = []
+    if not is_data([asked, *map(dict, groups)]):  # two functions of one name may do different things
+        remembered = {}
+    each = list[Finding]()
     for group in groups:
         sorts = dict(group)
         for name, value in group.items():  # only the sign of a fraction counts: groups that differ in rates share a key
@@ -101,16 +97,16 @@ def measured(
                 value = value.item()
             if isinstance(value, float):
                 sorts[name] = f"a number, {(value > 0) - (value < 0)}"
-        key = f"{options}; {described_options(sorts)}", narrow
+        key = f"{described_options(asked)}; {described_options(sorts)}", narrow
         if key not in remembered:
             finding = probe(build, group)
             if narrow and finding.kind is not Kind.COUPLED and single_step(build, group, narrow)[0]:
                 reason = f"it draws random numbers, for one {narrow} tensor after another"
                 finding = replace(finding, kind=Kind.COUPLED, reason=reason)
             remembered[key] = finding
-        found.append(remembered[key])
-    worst = max(found, key=lambda one: [*Kind].index(one.kind))
-    return replace(worst, writes_frozen=any(one.writes_frozen for one in found))
+        each.append(remembered[key])
+    worst = max(each, key=lambda one: [*Kind].index(one.kind))
+    return replace(worst, writes_frozen=any(one.writes_frozen for one in each))
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -46,6 +49,55 @@ def like(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any = None) 
 def steps(optimizer: Grouped, module: nn.Module) -> bool:
     """Whether the optimizer holds any of the module's parameters."""
     return not {*params_of(optimizer)}.isdisjoint(parameters_of(module))
+
+
+_OF_SCHEDULERS = ("step", "_opt_called")
+"""What schedulers put into an optimizer: a function that counts its steps, and whether it was called."""
+
+
+class Alike:
+    """Makes optimizers like one that was built, of other groups and without state, in the place of its class.
+
+    func: that class. attributes: what each gets a copy of beside groups, state and hooks: what the constructor, steps
+        so far, or the user have made of it. Optimizers among them are made alike, of the same groups.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.func, self._optimizer = type(optimizer), optimizer
+        self.attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in ("param_groups", "state", *_OF_SCHEDULERS) and not name.startswith("_optimizer_")
+        }
+
+    def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
+        made, state = [{**self._optimizer.defaults, **group} for group in groups], defaultdict[Any, Any](dict)
+        return self._copy({id(self._optimizer.param_groups): made, id(self._optimizer.state): state})
+
+    def _copy(self, known: dict[int, Any]) -> Optimizer:
+        """known: copies by the identity of what was copied already."""
+        optimizer = self._optimizer
+        alike = known[id(optimizer)] = like(optimizer, known.get(id(optimizer.param_groups), []))
+        alike.state = known.setdefault(id(optimizer.state), defaultdict(dict))
+        for name in _OF_SCHEDULERS:
+            vars(alike).pop(name, None)
+        for name, value in vars(optimizer).items():
+            if name.startswith("_optimizer_"):
+                vars(alike)[name] = type(value)()
+        for value in self.attributes.values():
+            if isinstance(value, Optimizer) and id(value) not in known:
+                Alike(value)._copy(known)
+        vars(alike).update(deepcopy(self.attributes, known))
+        return alike
+
+
+def is_data(value: Any) -> bool:
+    """Whether a text says all of a value."""
+    if isinstance(value, dict):
+        return all(map(is_data, [*value, *value.values()]))
+    if type(value) in (list, tuple):
+        return all(map(is_data, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, Tensor))
 
 
 NO_OPTIONS = ("params", "param_names", SHARD_MARK)

@@ -3,33 +3,26 @@ options, names, state and hooks; and what keeps an optimizer from being sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NoReturn
-from weakref import WeakSet
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch.optimizers import call_stepped
+from zero._torch.optimizers import call_stepped, is_of_scheduler
 from zero.comm import Comm
 from zero.comm.together import alike
-from zero.measure.built import argument_names
-from zero.measure.param_groups import called, params_of
+from zero.measure.param_groups import Alike, called, params_of
 from zero.state import leaves
 from zero.state import optimizer_state as state
-
-_given: WeakSet[Optimizer] = WeakSet()
-"""Those that were made an OSS of."""
+from zero.state.stepped import refuse_retired, retire
 
 
 def from_optimizer(
     sharded: Any,
     optimizer: Optimizer,
     process_group: torch.distributed.ProcessGroup | None,
-    *,
-    optim: Callable[..., Optimizer] | None = None,
     **options: Any,
 ) -> Any:
     """Collective. Builds an OSS from `optimizer`, which raises RuntimeError if it is stepped, saved or loaded from now
@@ -42,19 +35,18 @@ def from_optimizer(
     sharded: OSS, or a class made of it.
     optimizer: built of full parameters, before or after ShardedDDP or DistributedDataParallel wraps the model.
     process_group, options: see OSS.
-    optim: builds the optimizer again, for classes that do not store their arguments: the class, or a functools.partial
-        of it with the arguments that differ from its defaults.
 
-    Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for arguments that the optimizer
-    does not store, and for state that does not fit; TypeError for unknown options.
+    What else the optimizer has, as its constructor and its steps have left it, moves along: the OSS goes on from there.
+
+    Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for one that keeps tensors in
+    attributes, and for state that does not fit; TypeError for unknown options.
     """
     with alike([Comm(process_group)], "the optimizers given to OSS.from_optimizer") as lines:
-        refuse_unfit(optimizer, sharded, rebuilds=optim is None)
+        refuse_unfit(optimizer, sharded)
         state.refuse_ownerless(optimizer)
         states = states_of(optimizer)
         lines.append(f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters")
-    kept = arguments(optimizer)[0] if optim is None else {}
-    built = sharded(optimizer.param_groups, optim or type(optimizer), process_group, **options, **kept)
+    built = sharded(optimizer.param_groups, Alike(optimizer), process_group, **options)
     if states:
         state.load(built.stepped_shards, {"state": states, "param_groups": state.numbered_groups(built.stepped_shards)})
     for before, now in zip(optimizer.param_groups, built.param_groups, strict=True):
@@ -64,35 +56,36 @@ def from_optimizer(
     return built
 
 
-def refuse_unfit(optimizer: object, sharded: Any, *, rebuilds: bool = True) -> None:
-    """Raises ValueError for what no OSS can be built from.
-
-    sharded: OSS. rebuilds: from the arguments that the optimizer stores.
-    """
+def refuse_unfit(optimizer: object, sharded: Any, *, moves: bool = True) -> None:
+    """Raises ValueError for what no OSS can be built from. sharded: OSS. moves: False for one that goes on itself."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer.")
-    if optimizer in _given:
-        raise ValueError(
-            f"the {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, before, as in a "
-            "notebook whose cell runs again, and has no state any more. Build it again, of the module's parameters."
-        )
+    refuse_retired(optimizer, ValueError)
     if isinstance(optimizer, sharded):
         raise ValueError("OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is.")
-    missing = arguments(optimizer)[1] if rebuilds else []
-    if not missing:
-        return
-    name = called(type(optimizer))
-    raise ValueError(
-        f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
-        f"attribute. Pass zero.setup or OSS the class and its arguments; or pass OSS.from_optimizer optim={name}, or a "
-        "functools.partial of it with the arguments that are not its defaults."
-    )
+    attributes = Alike(optimizer).attributes if moves else {}
+    kept = next((name for name, value in attributes.items() if _has_tensors(value)), None)
+    if kept is not None:
+        name = called(type(optimizer))
+        raise ValueError(
+            f"the {name} keeps tensors, or another optimizer, in its attribute {kept!r}, and OSS steps shards in place "
+            f"of the parameters that these belong to. Pass zero.setup or OSS the class {name} and its arguments."
+        )
+    step = vars(optimizer).get("step") if moves else None
+    if step is not None and not is_of_scheduler(step):
+        raise ValueError(
+            f"step() of the {type(optimizer).__name__} was replaced on the object, and OSS steps by its class. Do it "
+            "in a subclass, or in a hook: optimizer.register_step_pre_hook."
+        )
 
 
-def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """The arguments that the optimizer was built with and stores, and the names of those that it does not store."""
-    names, held = [*argument_names(type(optimizer))], {**vars(optimizer), **optimizer.defaults}
-    return {name: held[name] for name in names if name in held}, [name for name in names if name not in held]
+def _has_tensors(value: Any) -> bool:
+    """Whether an attribute has tensors of more than a number, or an optimizer, which has some."""
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, [*value, *value.values()]))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (Optimizer, nn.Module)) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def states_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
@@ -117,15 +110,10 @@ def refuse_uncut(optimizer: Optimizer) -> None:
 
 def refuse_use(optimizer: Optimizer) -> None:
     """Has an optimizer that was given to an OSS raise where it would step or save by itself."""
-    _given.add(optimizer)
     call_stepped(optimizer)  # its schedulers look for it
-    optimizer.register_step_pre_hook(partial(_refuse, "would step full parameters on each rank by itself", "Step"))
-    optimizer.register_state_dict_pre_hook(partial(_refuse, "has no state any more", "Save the state of"))
-    optimizer.register_load_state_dict_pre_hook(partial(_refuse, "has no state any more", "Load into"))
-
-
-def _refuse(why: str, remedy: str, optimizer: Optimizer, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"this {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, and {why}. {remedy} the "
-        "OSS that it returned."
+    retire(
+        optimizer,
+        f"this {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, before, and has no state "
+        "any more. Use the OSS that it returned; in a notebook whose cell runs again, build another optimizer of the "
+        "module's parameters.",
     )

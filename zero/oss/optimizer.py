@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from zero._torch.autograd import in_a_backward
+from zero._torch.compiling import never_traced
 from zero._torch.optimizers import (
     move_hooks,
     takes_state_hooks,
@@ -304,6 +305,7 @@ class OSS(Optimizer):
         shares: Shares | None = None,
         **defaults: Any,
     ) -> None:
+        never_traced(OSS, "step")
         self.comm = Comm(process_group if group is None else group)
         how = self._arguments = Arguments(
             self.comm,
@@ -392,6 +394,14 @@ class OSS(Optimizer):
             raise AttributeError(problem, name=name, obj=self)
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the inner optimizer has, and this one lacks, is set there, where its steps read it."""
+        inner = self.__dict__.get("optim")
+        if inner is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     # ---------------------------------------------------------------------------------------------- shards
 
     def part(self, param: nn.Parameter) -> nn.Parameter:
@@ -469,7 +479,8 @@ class OSS(Optimizer):
             # So that gradients and stepped parameters of other groups are on their way while one is stepped.
             by_group = self.shards.offload.active and type(inner) in ELEMENTWISE and not options
             if not by_group:
-                self.shards.step(inner, **options)
+                returned = self.shards.step(inner, **options)
+                loss = returned if closure is None else loss
         share_options(inner.param_groups, self.param_groups)  # some optimizers write some
         if type(inner) not in ELEMENTWISE:  # torch's own write in place
             self.shards.take_back(inner)
@@ -543,7 +554,8 @@ class OSS(Optimizer):
     def _collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found = self.gradients.collect()
-        self._steps_without = 0 if found else self._steps_without + 1
+        frozen = not any(param.requires_grad for param in self.shards)  # as in a warm-up of other parameters
+        self._steps_without = 0 if found or frozen else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
             warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
         if not found:

@@ -4,6 +4,8 @@ that it shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,7 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.measure.built import refuse_arguments
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
-from zero.measure.param_groups import alike_options, called, options
+from zero.measure.param_groups import alike_options, called, options, params_of
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.arguments import (
@@ -80,6 +82,7 @@ class Arguments:
             refuse_arguments(optim, defaults.keys() - {*OFFLOAD}, own)
             self.groups = as_groups(params)
             refuse_sharded(named_params(self.groups))
+            self._refuse_keyed(self.groups)
             refuse_partition(partition)
             policy = as_precision(precision)
             self._dtype, self.offload, self._asked = policy.param_dtype, take_offload(defaults), partition
@@ -110,12 +113,36 @@ class Arguments:
         with alike([self._comm], _ADDED) as lines:
             groups = as_groups([param_group], seen=set(seen))
             refuse_sharded(named_params(groups))
+            self._refuse_keyed(groups)
             self._look_at(groups)
             parts.refuse_unfit(named_params(groups), [self._comm])
             lines += [f"cut {self._note_whole(groups)}", *describe(groups)]
         groups = parts_of(groups)
         self._note_rounded(groups)
         return groups[0]
+
+    def _refuse_keyed(self, groups: list[dict[str, Any]]) -> None:
+        """Raises ValueError for options that have parameters in them: the optimizer would look for these, and steps
+        shards."""
+        params = {param for _, param in named_params(groups)}
+
+        def has_any(value: Any) -> bool:
+            if isinstance(value, Mapping):
+                return any(map(has_any, [*value, *value.values()]))
+            if isinstance(value, (list, tuple, set)):
+                return any(map(has_any, value))
+            return isinstance(value, nn.Parameter) and value in params
+
+        bound, optim = dict(self._defaults), self._optim
+        while isinstance(optim, partial):
+            bound, optim = {**optim.keywords, **bound}, optim.func
+        for name, value in [pair for given in (bound, *map(options, groups)) for pair in given.items()]:
+            if has_any(value):
+                raise ValueError(
+                    f"{called(optim)} was given parameters of the model in {name}, and OSS steps shards in place of "
+                    "these. Write what it says of a parameter on the parameter itself, as `param.scale = 0.5`: its "
+                    "shard has that, too. Or train at stage 3, where parameters stay themselves."
+                )
 
     def _note_whole(self, groups: list[dict[str, Any]]) -> str:
         """Notes which of the groups' parameters stay whole, and returns what ranks compare of that."""
@@ -196,5 +223,16 @@ def build_inner(
                 f"{called(optim)} made {made} groups of {len(param_groups)}, and OSS steps those that it was given. "
                 "Build such an optimizer yourself, on zero.FSDP(model, partition='whole')."
             )
+        if type(inner).zero_grad is not Optimizer.zero_grad:  # which is called on the OSS, for its parameters
+            with torch.no_grad(), suppress(StopIteration):
+                one = next(shard for shard in params_of(inner) if shard.numel() and shard.is_floating_point())
+                one.grad = torch.ones_like(one)
+                inner.zero_grad()
+                left, one.grad = one.grad, None
+                if left is not None and left.any():
+                    raise ValueError(
+                        f"zero_grad() of {called(optim)} leaves gradients, and that of OSS clears those of its "
+                        "parameters. Do in the step what it does to them."
+                    )
         lines.append(f"{type(inner).__name__}, {made} groups")
     return inner

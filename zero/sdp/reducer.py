@@ -146,17 +146,22 @@ class Reducer:
             owner.gradients.filled_by[self._module] = own
         _remove(self._hooks)  # of the buckets of before
         self._hooks.clear()
+        for bucket, index in [(one, index) for one in self._buckets for index in one.own]:
+            param = bucket.params[index]
+            if param.is_floating_point() or param.is_complex():
+                # Also of what is frozen: a backward may come after it is trained, and no forward of the wrapper before.
+                trained = param.requires_grad
+                # A weak reference: the garbage collector does not find cycles through hooks of autograd.
+                ready = partial(Reducer.gradient_ready, proxy(self), bucket, index)
+                self._hooks[param] = param.requires_grad_().register_post_accumulate_grad_hook(ready)
+                param.requires_grad_(trained)
         self._streams = streams_in(group.streams for group in owners)
 
     def take_groups(self) -> None:
         """Takes gradients of all shard groups of its optimizers, from here on."""
         self._update_buckets()
         for bucket in self._buckets:
-            for index in bucket.notice_forward():
-                param = bucket.params[index]
-                # A weak reference: the garbage collector does not find cycles through hooks of autograd.
-                ready = partial(Reducer.gradient_ready, proxy(self), bucket, index)
-                self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
+            bucket.notice_forward()
         call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
 
     def _params(self) -> set[nn.Parameter]:
@@ -341,7 +346,9 @@ class Reducer:
         self._finish()
 
     def _abandon(self) -> None:
-        """Forgets a backward that an exception ended."""
+        """Forgets a backward that an exception ended. Collective: ranks that are in it wait for this one, and would
+        take the gradients of its next one."""
+        self._end.together.tell(RuntimeError(f"a backward of the {self._wrapper} has failed, and has not ended there."))
         for bucket in self._buckets:
             bucket.abandon()
         # None stays None: the order is known, and finding it again is a collective of one more backward.

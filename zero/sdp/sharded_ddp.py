@@ -34,7 +34,7 @@ from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import refuse_ddp_within
 from zero.wrap.gradients import refuse_left
 from zero.wrap.precision import as_precision, uncast
-from zero.wrap.wrapper import UNWRAPPED, Wrapper, as_weights, describe, refuse_scripted, refuse_steps
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, as_weights, describe, refuse_scripted, retire_all
 
 if TYPE_CHECKING:
     from zero.wrap.precision import GivenPrecision
@@ -183,16 +183,21 @@ class ShardedDDP(Wrapper):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self._reducer.active = sync
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls `forward`, and the hooks on it, whose errors all ranks raise, too."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            if self._reducer is not None:
+                self._reducer.tell(error)
+            raise
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective if the module has buffers."""
         self._reducer.before_forward()
         if self._buffer_sync is not None:
             self._buffer_sync.before_forward()
-        try:
-            output = self.module(*args, **kwargs)
-        except Exception as error:
-            self._reducer.tell(error)
-            raise
+        output = self.module(*args, **kwargs)
         if self._buffer_sync is not None:
             self._buffer_sync.after_forward(reduced=self._reducer.active)
         if torch.is_grad_enabled():
@@ -239,7 +244,7 @@ class ShardedDDP(Wrapper):
         _remove(self.casts)
         take_out_of(self.module)
         if not self._full:
-            refuse_steps(self._optimizers)
+            retire_all(self._optimizers)
             retire(self._optimizers)
         return self.module
 

@@ -134,6 +134,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             stepped = flat.shapes.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
+                # What a script writes on a parameter, now or later, such as a rate of its own, steps read on the shard.
+                self[param].__dict__ = param.__dict__
                 if index not in flat.shapes.spans:
                     self.empty.add(self[param])
             # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.
@@ -230,12 +232,12 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
 
-    def step(self, optimizer: Optimizer, **options: Any) -> None:
-        """Steps these shards, all at once."""
+    def step(self, optimizer: Optimizer, **options: Any) -> Any:
+        """Steps these shards, all at once. Returns what the optimizer's step does."""
         for flat in self.shard_groups if self.offload.active else ():
             flat.wait_for_copies()
         with without_optimizer_hooks():  # those on the steps of all optimizers are called for the OSS
-            optimizer.step(**options)
+            return optimizer.step(**options)
 
     def take_back(self, optimizer: Optimizer) -> None:
         """Has shards that a step has given other data lie in their groups again, with that data."""

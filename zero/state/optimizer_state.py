@@ -162,12 +162,33 @@ def state_held(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def refuse_ownerless(optimizer: Optimizer) -> None:
-    """Raises ValueError for state that is of no parameter: of one that is cut nobody knows whose it is."""
+    """Raises ValueError for state that is of no parameter, of which nobody knows whose it is, or that stands elsewhere
+    than in the optimizer's `state`, where nobody would find it."""
+    name = type(optimizer).__name__
+    inside = [
+        one for one in vars(optimizer).values() if isinstance(one, Optimizer) and one.state is not optimizer.state
+    ]
+    if inside:
+        raise ValueError(
+            f"the {name} keeps its state in another optimizer ({type(inside[0]).__name__}), which would be left out. "
+            "Train by that one alone, or save its weights alone: zero.full_state_dict(model)."
+        )
+    # Where a class makes it of more than torch does. A hook on it is the user's, who gets and loads its result.
+    own, of_zero = type(optimizer).state_dict, hasattr(optimizer, "stepped_shards")
+    beside = own(optimizer).keys() - _KNOWN if own is not Optimizer.state_dict and not of_zero else ()
+    if beside:
+        raise ValueError(
+            f"state_dict() of the {name} has {sorted(beside)[0]!r} beside its state and groups, which would be left "
+            "out. Have it keep such values in its groups."
+        )
     if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
         raise ValueError(
-            f"the {type(optimizer).__name__} keeps state under {unknown[0]!r}, which is no parameter and has no owner. "
-            "Have it keep such state in its groups, or as an attribute."
+            f"the {name} keeps state under {unknown[0]!r}, which is no parameter and has no owner. Have it keep such "
+            "state in its groups."
         )
+
+
+_KNOWN = {"state", "param_groups", param_groups.SHARD_MARK}
 
 
 def shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[ParamShard]:

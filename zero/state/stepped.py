@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,35 @@ class SteppedShards:
 def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) -> SteppedShards:
     """Returns the user's optimizer of an FSDP with these shard groups."""
     return SteppedShards(optimizer, shard_groups, comm, optimizer.param_groups)
+
+
+# -------------------------------------------------------------------------------------------------- retired optimizers
+#
+# Optimizers that step and hold nothing any more, whoever still has them: given to an OSS, or those of a model that was
+# unwrapped.
+
+_retired: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+
+
+def retire(optimizer: Optimizer, why: str) -> None:
+    """Has what would step an optimizer, or save or load its state, raise RuntimeError from now on. why: the text."""
+    _retired[optimizer] = why
+    # From the class: an optimizer that shards another has more to say when a hook is registered.
+    for register in (Optimizer.register_step_pre_hook, *_OF_STATE):
+        register(optimizer, partial(_refuse, why))
+
+
+_OF_STATE = (Optimizer.register_state_dict_pre_hook, Optimizer.register_load_state_dict_pre_hook)
+
+
+def _refuse(why: str, *_: Any) -> NoReturn:
+    raise RuntimeError(why)
+
+
+def refuse_retired(optimizer: Optimizer, kind: type[Exception] = RuntimeError) -> None:
+    """Raises for an optimizer that was retired."""
+    if (why := _retired.get(optimizer)) is not None:
+        raise kind(why)
 
 
 # ------------------------------------------------------------------------------------------------------------ one shard

@@ -188,8 +188,8 @@ class GradBucket:
         self._addends: list[tuple[Tensor, Tensor]] = []
         self._handle: Work | None = None
         self.trained: tuple[int, ...] = ()
-        # Positions of parameters that required gradients in a forward since the last backward, and in any.
-        self._trained_in_forward, self._seen = set[int](), set[int]()
+        # Positions of parameters that required gradients in a forward since the last backward.
+        self._trained_in_forward = set[int]()
         self.notice_trained()
 
     @property
@@ -199,14 +199,9 @@ class GradBucket:
             return self.group.names
         return [name for one in self.groups for name in one.names]
 
-    def notice_forward(self) -> set[int]:
-        """Notices which parameters require gradients in a forward: they may be frozen by the time of its backward.
-        Returns those that did so for the first time."""
-        now = {index for index in self.own if self.params[index].requires_grad}
-        self._trained_in_forward |= now
-        new = now - self._seen
-        self._seen |= new
-        return new
+    def notice_forward(self) -> None:
+        """Notices which parameters require gradients in a forward: they may be frozen by the time of its backward."""
+        self._trained_in_forward.update(index for index in self.own if self.params[index].requires_grad)
 
     def notice_trained(self) -> bool:
         """Updates which parameters are trained, and returns whether they have changed. Only between backwards."""
@@ -458,12 +453,13 @@ class FullBucket(GradBucket):
         return self._views
 
     def _is_last(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient lies in the buffer of the last backward, of which nothing is kept that this one does not
-        average: gradients that were frozen or taken away since would be averaged once more, or written into."""
-        if not self._last or self._last[index]() is not gradient:
+        """Whether a gradient lies in the buffer of the last backward, whose gradients are all where it has put them.
+        One that was taken away since may be kept by whoever has taken it, as it is or by another view of its memory,
+        and would be written into; one that was frozen would be averaged once more."""
+        if index not in self.reduced or not self._last or self._last[index]() is not gradient:
             return False
-        kept = [(position, view) for position, of in enumerate(self._last) if (view := of()) is not None]
-        return all(position in self.trained and self.params[position].grad is view for position, view in kept)
+        views = {one: self._last[one]() for one in self.reduced}
+        return all(one in self.trained and self.params[one].grad is view is not None for one, view in views.items())
 
     def set_aside(self) -> None:
         """Call it before a backward adds to gradients. Where owners sum, keeps what they have of the last averages, to

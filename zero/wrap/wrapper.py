@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.compiling import versions_in, with_versions
 from zero.shards.shapes import refuse_lazy
+from zero.state.stepped import retire
 
 
 class Wrapper(nn.Module):
@@ -24,14 +24,14 @@ class Wrapper(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Returns those of the module, under its own names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+        """Returns those of the module, under its own names. None is the wrapper's own (recurse=False)."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate) if recurse else iter(())
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Returns those of the module, under its own names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+        """Returns those of the module, under its own names. None is the wrapper's own (recurse=False)."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate) if recurse else iter(())
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""
@@ -111,17 +111,15 @@ UNWRAPPED = (
 )
 
 
-def refuse_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Makes later steps of the optimizers raise RuntimeError: they hold shards of parameters that are full again."""
-    for optimizer in optimizers:
-        Optimizer.register_step_pre_hook(optimizer, partial(_refuse_step, type(optimizer).__name__))
-
-
-def _refuse_step(name: str, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"the model of this {name} was unwrapped by zero.unwrap(): the optimizer holds the state of shards, but the "
-        "parameters are full again. Build a new optimizer. It can load full state that was saved before zero.unwrap()."
-    )
+def retire_all(optimizers: Iterable[Optimizer]) -> None:
+    """Retires optimizers that hold shards of parameters that are full again."""
+    for one in optimizers:
+        retire(
+            one,
+            f"the model of this {type(one).__name__} was unwrapped by zero.unwrap(): the optimizer holds the state of "
+            "shards, but the parameters are full again. Build a new optimizer. It can load full state that was saved "
+            "before zero.unwrap().",
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- saved weights
