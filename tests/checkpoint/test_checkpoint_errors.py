@@ -347,6 +347,11 @@ def plain_state_that_differs(rank, path, given):
     zero.checkpoint.save(path, model, optimizer)
 
 
+@case(r"'0.weight' is sharded by an FSDP that is not in the module", "Pass the model that zero.setup or FSDP")
+def the_module_inside(rank, path, given):
+    zero.checkpoint.save(path, zero.FSDP(tiny()).module)
+
+
 class Moody(nn.Linear):
     def get_extra_state(self):
         raise RuntimeError("not today")

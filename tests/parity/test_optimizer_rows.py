@@ -1,5 +1,6 @@
 """Optimizers of a script's own: what their constructors, their attributes and those of parameters say to a step."""
 
+import threading
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ class Scaled(ByParameter):
     def __init__(self, params, lr=0.1, decay=0.0, change=None, scales=None):
         super().__init__(params, lr=lr)
         self.keep, self._private, self.change, self.count, self.scales = 1 - decay, 1.0, change, 0, scales
+        self.lock = threading.Lock()  # which cannot be copied
 
     def step(self, closure=None):
         super().step(closure)

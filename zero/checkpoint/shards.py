@@ -44,6 +44,7 @@ from zero.comm.together import alike
 from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
+from zero.fsdp.model import models
 from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
@@ -271,6 +272,12 @@ class Training:
                     unit.reshard()
                 groups += running_model(one).index.groups
                 self._in_shards |= running_model(one).index.keys()
+        elsewhere = {param for one in models() for param in one.index} - self._in_shards
+        if foreign := [name for name, param in params.items() if param in elsewhere]:
+            raise ValueError(
+                f"{foreign[0]!r} is sharded by an FSDP that is not in the module that was given. Pass the model that "
+                "zero.setup or FSDP returned; after zero.unwrap, what that returned"
+            )
         self._places = dict[Any, Place](places_in(groups))
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -87,7 +88,9 @@ class Alike:
         for value in self.attributes.values():
             if isinstance(value, Optimizer) and id(value) not in known:
                 Alike(value)._copy(known)
-        vars(alike).update(deepcopy(self.attributes, known))
+        for name, value in self.attributes.items():
+            with suppress(Exception):  # a lock, a file or the like, which both have
+                vars(alike)[name] = deepcopy(value, known)
         return alike
 
 
