@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,8 +21,11 @@ from zero.measure.probe import single_step, undisturbed
 
 def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
     """The kind of an optimizer, measured on another like it. group: of which it is asked; by default the worst."""
+    found = known(type(optimizer))
+    if found is not None:
+        return found
     groups = [options(one) for one in (optimizer.param_groups if group is None else [group])]
-    return finding_of(Alike(optimizer), None, groups, narrow_among(params_of(optimizer)))
+    return finding_of(_alike(optimizer), None, groups, narrow_among(params_of(optimizer)))
 
 
 def state_made_by(
@@ -30,7 +35,24 @@ def state_made_by(
     torch's own optimizers, whose state has the dtype of the parameter, unless asked for."""
     if known(type(optimizer)) is not None and not of_torchs:
         return {}
-    return single_step(Alike(optimizer), options(group), dtype)[1]
+    return single_step(_alike(optimizer), options(group), dtype)[1]
+
+
+def _alike(optimizer: Optimizer) -> Callable[..., Optimizer]:
+    """Builds optimizers like this one, by copying it; or, where it keeps something of its parameters or what cannot be
+    copied, by its constructor, from the arguments that it keeps."""
+    alike, kind = Alike(optimizer), cast("Callable[..., Optimizer]", type(optimizer))
+    if alike.has_tensors is None:
+        with suppress(Exception):
+            alike([])
+            return alike
+    kept = {**{name.lstrip("_"): value for name, value in vars(optimizer).items()}, **optimizer.defaults}
+    names = [name for name in argument_names(type(optimizer)) if name in kept]
+    given = {name: _alike(one) if isinstance(one := kept[name], Optimizer) else one for name in names}
+    inner = kept.get(next(iter(inspect.signature(type(optimizer)).parameters)))
+    if not isinstance(inner, Optimizer):
+        return partial(kind, **given)
+    return lambda groups: kind(_alike(inner)(groups), **deepcopy(given))
 
 
 def refuse_arguments(optim: Any, given: Iterable[str], own: Iterable[str]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -60,38 +59,48 @@ class Alike:
     """Makes optimizers like one that was built, of other groups and without state, in the place of its class.
 
     func: that class. attributes: what each gets a copy of beside groups, state and hooks: what the constructor, steps
-        so far, or the user have made of it. Optimizers among them are made alike, of the same groups.
+        so far, or the user have made of it. shares: what cannot be copied, such as a lock, all have; otherwise that
+        raises what copying does.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.func, self._optimizer = type(optimizer), optimizer
+    def __init__(self, optimizer: Optimizer, *, shares: bool = False) -> None:
+        self.func, self._optimizer, self._shares = type(optimizer), optimizer, shares
         self.attributes = {
             name: value
             for name, value in vars(optimizer).items()
             if name not in ("param_groups", "state", *_OF_SCHEDULERS) and not name.startswith("_optimizer_")
         }
 
-    def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
-        made, state = [{**self._optimizer.defaults, **group} for group in groups], defaultdict[Any, Any](dict)
-        return self._copy({id(self._optimizer.param_groups): made, id(self._optimizer.state): state})
+    @property
+    def has_tensors(self) -> str | None:
+        """An attribute that has tensors of more than a number, or an optimizer or a module, which has some: these are
+        of this one's parameters."""
+        return next((name for name, value in self.attributes.items() if _has_tensors(value)), None)
 
-    def _copy(self, known: dict[int, Any]) -> Optimizer:
-        """known: copies by the identity of what was copied already."""
+    def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
         optimizer = self._optimizer
-        alike = known[id(optimizer)] = like(optimizer, known.get(id(optimizer.param_groups), []))
-        alike.state = known.setdefault(id(optimizer.state), defaultdict(dict))
+        made = like(optimizer, [{**optimizer.defaults, **group} for group in groups], defaultdict(dict))
         for name in _OF_SCHEDULERS:
-            vars(alike).pop(name, None)
+            vars(made).pop(name, None)
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_"):
-                vars(alike)[name] = type(value)()
-        for value in self.attributes.values():
-            if isinstance(value, Optimizer) and id(value) not in known:
-                Alike(value)._copy(known)
+                vars(made)[name] = type(value)()
+        copies: dict[int, Any] = {id(optimizer): made}  # a method of its own is one of the other
         for name, value in self.attributes.items():
-            with suppress(Exception):  # a lock, a file or the like, which both have
-                vars(alike)[name] = deepcopy(value, known)
-        return alike
+            try:
+                vars(made)[name] = deepcopy(value, copies)
+            except Exception:
+                if not self._shares:
+                    raise
+        return made
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, [*value, *value.values()]))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (Optimizer, nn.Module)) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def is_data(value: Any) -> bool:

@@ -3,11 +3,10 @@ options, names, state and hooks; and what keeps an optimizer from being sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._torch.optimizers import call_stepped, is_of_scheduler
@@ -46,7 +45,7 @@ def from_optimizer(
         state.refuse_ownerless(optimizer)
         states = states_of(optimizer)
         lines.append(f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters")
-    built = sharded(optimizer.param_groups, Alike(optimizer), process_group, **options)
+    built = sharded(optimizer.param_groups, Alike(optimizer, shares=True), process_group, **options)
     if states:
         state.load(built.stepped_shards, {"state": states, "param_groups": state.numbered_groups(built.stepped_shards)})
     for before, now in zip(optimizer.param_groups, built.param_groups, strict=True):
@@ -63,9 +62,7 @@ def refuse_unfit(optimizer: object, sharded: Any, *, moves: bool = True) -> None
     refuse_retired(optimizer, ValueError)
     if isinstance(optimizer, sharded):
         raise ValueError("OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is.")
-    attributes = Alike(optimizer).attributes if moves else {}
-    kept = next((name for name, value in attributes.items() if _has_tensors(value)), None)
-    if kept is not None:
+    if moves and (kept := Alike(optimizer).has_tensors) is not None:
         name = called(type(optimizer))
         raise ValueError(
             f"the {name} keeps tensors, or another optimizer, in its attribute {kept!r}, and OSS steps shards in place "
@@ -77,15 +74,6 @@ def refuse_unfit(optimizer: object, sharded: Any, *, moves: bool = True) -> None
             f"step() of the {type(optimizer).__name__} was replaced on the object, and OSS steps by its class. Do it "
             "in a subclass, or in a hook: optimizer.register_step_pre_hook."
         )
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether an attribute has tensors of more than a number, or an optimizer, which has some."""
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, [*value, *value.values()]))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_tensors, value))
-    return isinstance(value, (Optimizer, nn.Module)) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def states_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
