@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from unittest import mock
@@ -233,6 +234,67 @@ def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
     saving = zero.checkpoint.save(path, model, keep=1)
     left = {one.name for one in tmp_path.iterdir() if not one.name.startswith(objects.UPLOAD)}
     assert left == {Path(saving.path).name, "latest"}, "what the killed left was not removed"
+
+
+CALLS = ("fsync", "replace", "unlink", "rmdir")
+"""Of the system, by which a save changes what is on disk."""
+
+
+class AtACall:
+    """A context in which one of the calls is interrupted: by Ctrl-C, which the main thread has seen when the call goes
+    on, or by an error. left: how many calls still succeed. on_thread: those of a thread count alone, and wait for
+    `may_begin`."""
+
+    def __init__(self, how, left, *, on_thread):
+        self.how, self.left, self.on_thread = how, left, on_thread
+        self.seen, self.may_begin, self.patches = threading.Event(), threading.Event(), ExitStack()
+
+    def __enter__(self):
+        for name in CALLS:
+            self.patches.enter_context(mock.patch.object(os, name, partial(self.call, getattr(os, name))))
+        before = signal.signal(signal.SIGINT, self.interrupt)
+        self.patches.callback(signal.signal, signal.SIGINT, before)
+        return self
+
+    def __exit__(self, *_):
+        self.patches.close()
+
+    def interrupt(self, *_):
+        self.seen.set()
+        raise KeyboardInterrupt
+
+    def call(self, real, *args, **how):
+        if not self.on_thread or threading.current_thread() is not threading.main_thread():
+            self.left -= 1
+            if self.left == -1 and self.how == "Ctrl-C":
+                assert not self.on_thread or self.may_begin.wait(10)
+                os.kill(os.getpid(), signal.SIGINT)
+                assert self.seen.wait(10)
+            elif self.left == -1:
+                raise OSError(5, "Input/output error")
+        return real(*args, **how)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("how", ["Ctrl-C", "an error"])
+def test_a_save_that_is_interrupted_at_any_call_loses_no_complete_checkpoint(how, wait, tmp_path):
+    """Also where it removes the one before. The next save goes on, and removes what was left."""
+    for number in range(100):
+        run, model = tmp_path / str(number), tiny()
+        zero.checkpoint.save(run, model, extra={"step": 1}, keep=1)
+        with AtACall(how, number, on_thread=not wait) as at, suppress(KeyboardInterrupt, CheckpointError):
+            saving = zero.checkpoint.save(run, model, extra={"step": 2}, keep=1, wait=wait)
+            at.may_begin.set()
+            saving.wait()
+        with suppress(CheckpointError):  # where it has waited for its own file alone, it says now how it ended
+            zero.checkpoint.load(run, model)
+        assert zero.checkpoint.load(run, model)["step"] in (1, 2), number
+        zero.checkpoint.save(run, model, extra={"step": 3}, keep=1)
+        assert zero.checkpoint.load(run, model) == {"step": 3}
+        assert len([one for one in run.iterdir() if one.is_dir()]) == 1, number
+        if at.left >= 0:
+            break
+    assert 10 < number < 99
 
 
 def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):

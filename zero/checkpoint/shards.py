@@ -110,7 +110,7 @@ def described(error: Exception, writing: object = None) -> str:
     file, reason = writing, f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         file, reason = error.filename or writing, str(error.strerror or error)
-    return f"{file} could not be written ({reason}). Nothing was changed."
+    return f"{file} could not be written ({reason}). Earlier checkpoints stay."
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def finish(path: Place, ranks: Ranks) -> None:
             continue
         if saving._ranks.all == ranks.all:
             saving.wait()
-        elif saving._thread.is_alive():
+        elif not saving._ended.is_set():
             raise CheckpointError(
                 f"{run} is still being saved by {saving._ranks.all} ranks, of which {ranks.all} ask for it. Call "
                 "wait() of that save first, on all of them."
@@ -234,14 +234,13 @@ class Saving:
         """Collective. Writes, without `wait` on a thread."""
         self._ranks, self._place, self._keep = ranks, checkpoint, keep
         self._index, self._held, self._release = index, held, release
-        self._written, self._given_up = threading.Event(), threading.Event()
-        # Whether all ranks have written, as `wait` finds out.
-        self._all_written = False
+        # _ended: the thread does nothing more. A join that Ctrl-C interrupts takes it for ended, up to Python 3.12.
+        self._written, self._given_up, self._ended = threading.Event(), threading.Event(), threading.Event()
+        # Whether all ranks have written, and whether the checkpoint is complete, as `wait` finds out.
+        self._all_written = self._complete = False
         self._problem: str | None = None
-        # On the first rank, once the checkpoint has its index; on every rank, once `wait` has told all.
-        self._published = self._complete = False
         self._failure: CheckpointError | None = None
-        self._thread = None if wait else threading.Thread(target=self._write, name="zero.checkpoint")
+        self._thread = None if wait else threading.Thread(target=self._write_behind, name="zero.checkpoint")
         if self._thread is None:
             self._write()
             self.wait()
@@ -280,28 +279,36 @@ class Saving:
             self._agree()  # the first's thread waits for a file that may never come
             self._all_written = True
             if self._thread is not None:
-                self._thread.join()
+                self._ended.wait()
             elif self._ranks.first:
                 self._publish()
             self._agree()
         except BaseException as error:
-            # Interrupted here it raises from then on: the other ranks may have come to either end.
+            # Interrupted here it raises from then on: the other ranks may have come to either end. What was written
+            # stays until the next save looks on disk whether it is complete: what this rank knows may be out of date.
             unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."
             self._failure = error if isinstance(error, CheckpointError) else CheckpointError(unknown)
             self._given_up.set()
             if self._thread is not None:
-                self._thread.join()
-            if self._ranks.first and not self._published:
-                self._place.remove()  # with wait=False again, now that no rank writes there any more
+                self._ended.wait()
             raise
         self._complete = True
 
-    def _write(self) -> None:
-        """This rank's file; on a thread the first rank publishes then."""
-        if self._thread is not None and sys.platform == "linux":
+    def _write_behind(self) -> None:
+        """On a thread: writes this rank's file; the first rank publishes then."""
+        if sys.platform == "linux":
             # There threads have priorities: training comes first where cores are few.
             with suppress(OSError):  # which a container may forbid to set
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        try:
+            self._write()
+            if self._ranks.first:
+                self._publish()
+        finally:
+            self._ended.set()
+
+    def _write(self) -> None:
+        """This rank's file."""
         file = self._place / _FILE.format(self._ranks.rank)
         try:
             if self._ranks.writes:
@@ -311,9 +318,7 @@ class Saving:
             self._problem = described(error, file)
         finally:
             self._held, self._release = [], bool  # a Saving may be kept, what it has written may not
-            self._written.set()  # from now on only the first rank writes to the directory, and can remove it
-        if self._thread is not None and self._ranks.first:
-            self._publish()
+            self._written.set()  # from now on only the first rank writes to the directory
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file; on a thread others may still write theirs."""
@@ -361,7 +366,6 @@ class Saving:
                 storage.publish(self._place, text, self._keep)
                 for name in names:
                     (self._place / name).remove()
-                self._published = True
         except Exception as error:
             self._problem = described(error, self._place)
 
