@@ -29,7 +29,7 @@ from processes import ROOT
 from ranks import refusal
 from runs import take_step
 from transports import TRANSPORTS, by
-from zero.checkpoint import CheckpointError, write
+from zero.checkpoint import CheckpointError, storage, write
 from zero.checkpoint.write import Saving
 
 ON_FULL_DISK = """
@@ -295,6 +295,60 @@ def test_a_save_that_is_interrupted_at_any_call_loses_no_complete_checkpoint(how
         if at.left >= 0:
             break
     assert 10 < number < 99
+
+
+# Two programs that save to one run need not both succeed. No complete checkpoint is lost, and the latest is one.
+
+
+def complete(checkpoint, keep=None):
+    (checkpoint / "rank-00000.safetensors").put(b"data")
+    storage.publish(checkpoint, b"{}", keep)
+
+
+def test_a_save_that_another_program_takes_for_interrupted_fails_alone(tmp_path):
+    run = storage.place(tmp_path)
+    one = storage.begin(run)
+    other = storage.begin(run)
+    assert (one.name, other.name) == ("00000001", "00000002")
+    with pytest.raises(FileNotFoundError):
+        complete(one)
+    complete(other)
+    assert storage.resolve(run) == other and {each.name for each in run.inside()} == {other.name, "latest"}
+
+
+def test_a_save_that_completes_while_another_program_takes_it_for_interrupted_stays(tmp_path):
+    run, move = storage.place(tmp_path), storage.Place.move
+    one = storage.begin(run)
+
+    def completed_before(place, to):
+        if place == one:
+            complete(one)
+        move(place, to)
+
+    with mock.patch.object(storage.Place, "move", completed_before):
+        other = storage.begin(run)
+    assert storage.resolve(run) == one
+    complete(other)
+    assert storage.checkpoints(run) == [one, other] and storage.resolve(run) == other
+
+
+def test_two_saves_that_begin_at_once_are_two_and_the_newer_stays(tmp_path):
+    run = storage.place(tmp_path)
+    with mock.patch.object(storage.Place, "inside", return_value=[]):  # neither sees the other
+        one, other = storage.begin(run), storage.begin(run)
+    assert one != other
+    complete(other, keep=1)
+    complete(one, keep=1)
+    assert storage.resolve(run) == other and storage.checkpoints(run) == [other]
+
+
+def test_a_run_by_a_link_is_the_run(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        behind = zero.checkpoint.save(tmp_path / "link", tiny(), extra={"step": 1}, wait=False)
+        zero.checkpoint.save(tmp_path / "run", tiny(), extra={"step": 2})
+    for path, step in [(behind.path, 1), (tmp_path / "link", 2)]:
+        assert zero.checkpoint.load(path, tiny()) == {"step": step}
 
 
 def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):

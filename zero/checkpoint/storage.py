@@ -30,12 +30,12 @@ AT_A_TIME = 1 << 24
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """The Place of a path, where ~ is the home directory, or of a URL that fsspec serves."""
+    """The Place of a path, where ~ is the home directory and links are followed, or of a URL that fsspec serves."""
     text = os.fspath(path)
     mounted = re.fullmatch(r"(?:file|local)://(.*)", text)
     if mounted is None and "://" in text:
         return Place(text.rstrip("/"), *url_to_fs(text.rstrip("/")))
-    absolute = Path(os.path.abspath(os.path.expanduser(mounted[1] if mounted else text))).as_posix()
+    absolute = Path(os.path.realpath(os.path.expanduser(mounted[1] if mounted else text))).as_posix()
     return Place(absolute, url_to_fs("file:///")[0], absolute)
 
 
@@ -85,8 +85,9 @@ class Place:
     def is_file(self) -> bool:
         return bool(self._fresh().isfile(self.path))
 
-    def make(self) -> None:
-        self.system.makedirs(self.path, exist_ok=True)
+    def make(self, *, new: bool = False) -> None:
+        """new: raises FileExistsError for a mounted directory that is there."""
+        self.system.makedirs(self.path, exist_ok=not (new and self.mounted))
 
     def move(self, to: Place) -> None:
         """Gives it, with its contents, the name of another place, where nothing is."""
@@ -202,7 +203,7 @@ def reading(place: Place) -> Iterator[None]:
 LATEST = "latest"
 METADATA = ".metadata"
 """The file that makes a directory a checkpoint of torch.distributed.checkpoint."""
-_NAME = re.compile(r"\d{8}")
+_NAME, _GONE = re.compile(r"\d{8}"), ".gone"
 _PART = re.compile(r"rank-\d+\.safetensors\.json")
 # What other libraries save, and what is in a checkpoint itself; not what a script logs before its first save.
 _OF_OTHERS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|distcp|metadata)|(checkpoint-|global_step)\d+")
@@ -220,20 +221,35 @@ def begin(run: Place) -> Place:
         raise ValueError(f"{run} is a checkpoint, and a new one is saved beside it: pass the run's path, {run.parent}")
     run.make()
     found = [one for one in run.inside() if _NAME.fullmatch(one.name)]
-    new = run / f"{max((int(one.name) for one in found), default=0) + 1:08d}"
+    number = max((int(one.name) for one in found), default=0)
     for one in found:
         if all(_UNFINISHED.fullmatch(file.name) for file in one.inside()):  # no index, and no files of others
-            one.remove()
-    new.make()
-    run.sync()
-    return new
+            if run.mounted:  # another program, which may be about to write the index, does not find it any more
+                with suppress(OSError):
+                    one.move(run / f"{one.name}{_GONE}")
+            else:
+                one.remove()
+    for gone in [one for one in run.inside() if one.name.endswith(_GONE)] if run.mounted else ():
+        if (gone / INDEX).exists():  # it has written that just before
+            gone.move(run / gone.name.removesuffix(_GONE))
+        else:
+            gone.remove()
+    while True:
+        number += 1
+        try:
+            (new := run / f"{number:08d}").make(new=True)
+        except FileExistsError:  # of another program, which was faster
+            continue
+        run.sync()
+        return new
 
 
 def publish(checkpoint: Place, index: bytes, keep: int | None) -> None:
     """Makes a directory whose files are on disk the run's latest checkpoint; removes all but the last `keep`."""
     run = checkpoint.parent
     (checkpoint / INDEX).put(index)
-    (run / LATEST).put(f"{checkpoint.name}\n".encode())
+    # This one, but where another program saves to the run, too, whose newer one may be complete already.
+    (run / LATEST).put(f"{checkpoints(run)[-1].name}\n".encode())
     if keep is not None:
         with suppress(Exception):  # the new checkpoint is complete, and the next save tries again to remove the old
             for old in checkpoints(run)[:-keep]:
