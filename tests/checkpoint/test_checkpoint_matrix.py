@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest import mock
 
@@ -44,10 +45,12 @@ from torch.optim import lr_scheduler as schedulers
 import ranks
 import zero
 from matrix import WHOLE
+from optimizers import ByParameter
 from ranks import refusal
 from runs import on_mesh
 from transports import TRANSPORTS, calling
 from zero.checkpoint import storage
+from zero.checkpoint.export import export
 from zero.shards.log import logger
 
 PLACES = [(stage, world) for stage in range(4) for world in range(1, 5)]
@@ -208,13 +211,34 @@ def test_replicas_write_once(rank, world, tmp_path):
     assert not differences(whole(model, optimizer), read_plainly(checkpoint))
 
 
-def two_optimizers(stage):
+class Nested(ByParameter):
+    """Steps by tensors in lists, as SOAP and LBFGS keep them, in tuples and in dictionaries."""
+
+    def step_one(self, param, state, group):
+        if not state:
+            state["GG"] = [torch.zeros(size, size) for size in param.shape]
+            state["old"] = {"dirs": (1, []), "sum": torch.zeros(2), "step": torch.tensor(0.0)}
+        rows = param.grad.view(len(param), -1)
+        state["GG"][0] += rows @ rows.t()
+        state["old"]["dirs"][1].append(param.grad.clone())
+        state["old"]["sum"] += torch.tensor([1.0, 2.0])
+        scale = state["GG"][0].norm() + sum(one.norm() for one in state["old"]["dirs"][1]) + state["old"]["sum"].sum()
+        param.sub_(param.grad / scale, alpha=group["lr"])
+
+
+KINDS_OF_STATE = {
+    "other shapes": (partial(torch.optim.Adafactor, lr=1e-2), partial(SGD, lr=0.1, momentum=0.9)),
+    "in lists": (Nested, Nested),
+}
+
+
+def two_optimizers(stage, kind):
     """Adafactor keeps a row and a column of each matrix."""
     model = tiny()
     weights, others = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
-    kinds = partial(torch.optim.Adafactor, lr=1e-2), partial(SGD, lr=0.1, momentum=0.9)
-    if stage == 3:
-        model = zero.FSDP(model, partition="whole")
+    kinds = KINDS_OF_STATE[kind]
+    if stage in (0, 3):
+        model = zero.FSDP(model, partition="whole") if stage else DistributedDataParallel(model)
         return model, [kind(params) for kind, params in zip(kinds, (weights, others), strict=True)]
     optimizers = [zero.OSS(params, kind) for kind, params in zip(kinds, (weights, others), strict=True)]
     return zero.ShardedDDP(model, optimizers), optimizers
@@ -229,21 +253,45 @@ def stepped(model, optimizers):
         optimizer.step()
 
 
-def step_on(rank, world, path, stage, saves):
-    """The weights after a step that follows a save after the first step, or a load."""
-    model, optimizers = two_optimizers(stage)
-    if saves:
+def step_on(rank, world, path, stage, kind, saves):
+    """The state after a save that follows two steps, or after a load; and the weights after another step."""
+    model, optimizers = two_optimizers(stage, kind)
+    for _ in range(2 if saves else 0):
         stepped(model, optimizers)
     (zero.checkpoint.save if saves else zero.checkpoint.load)(path, model, optimizers)
+    state = [zero.full_optimizer_state_dict(model, one, to=None)["state"] for one in optimizers]
     stepped(model, optimizers)
-    return zero.full_state_dict(model, to=None)
+    return state, zero.full_state_dict(model, to=None)
 
 
-def test_several_optimizers_and_state_of_other_shapes(tmp_path):
-    expected = ranks.run(step_on, 2, (str(tmp_path), 2, True))[0]
-    for world in (2, 3):
-        found = ranks.run(step_on, world, (str(tmp_path), 3, False))[0]
-        for name, value in expected.items():
+def refused_where_cut(rank, world, path):
+    model = zero.FSDP(tiny(300), partition="even")
+    optimizer = Nested(model.parameters())
+    return refusal(lambda: zero.checkpoint.load(path, model, optimizer))
+
+
+def test_state_in_lists_is_loaded_where_parameters_are_whole(tmp_path):
+    model = tiny(300)
+    optimizer = Nested(model.parameters())
+    train(model, optimizer, 1)
+    zero.checkpoint.save(tmp_path, model, optimizer)
+    for told in ranks.run(refused_where_cut, 2, (str(tmp_path),)):
+        assert re.search("^CheckpointError: .*'GG' of .* tensors within.*cut between ranks.*partition='whole'", told), (
+            told
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_STATE)
+@pytest.mark.parametrize(("at", "to"), [((2, 2), [(3, 2), (3, 3), (0, 3)]), ((0, 2), [(2, 3)]), ((3, 3), [(0, 2)])])
+def test_several_optimizers_and_state_of_other_shapes(kind, at, to, tmp_path):
+    (stage, world), path = at, str(tmp_path)
+    state, weights = ranks.run(step_on, world, (path, stage, kind, True))[0]
+    assert "base64" not in (tmp_path / "00000001" / "index.json").read_text(), "a tensor was stored as text"
+    export(tmp_path, tmp_path / "dcp", to="dcp")
+    for (stage, world), source in [*product(to, (path,)), (to[0], f"{path}/dcp")]:
+        found_state, found = ranks.run(step_on, world, (source, stage, kind, False))[0]
+        torch.testing.assert_close(found_state, state, rtol=0, atol=0)
+        for name, value in weights.items():
             if name != "0.bias":  # comes before a BatchNorm: its gradient is rounding alone
                 torch.testing.assert_close(found[name], value)
 

@@ -21,7 +21,7 @@ import json
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from zero._torch.compiling import name_without_compile
 from zero._torch.telling import warn_user
+from zero._torch.tensors import tree_map
 from zero.checkpoint.files import Source
 from zero.checkpoint.format import RESUMED, Entry, Geometry, decode, encode, listed, under
 from zero.checkpoint.shards import Training
@@ -470,22 +471,23 @@ def load(directory: Place, training: Training, *, weights: bool, strict: bool) -
 
 
 class _FromZero(DefaultSavePlanner):
-    """Reads a tensor as it is written. entries: what reads it, by name."""
+    """Reads a tensor as it is written. read: what reads it, by the tensor without memory in its place."""
 
-    def __init__(self, entries: dict[str, Any]) -> None:
+    def __init__(self, read: dict[Tensor, Callable[[], Tensor]]) -> None:
         super().__init__()
-        self._read = entries
+        self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        read = self._read.get(index.fqn)
-        return super().lookup_object(index) if read is None else read()
+        # A tuple of tensors is one object.
+        found = super().lookup_object(index)
+        return tree_map(lambda one: self._read[one]() if isinstance(one, Tensor) and one in self._read else one, found)
 
 
 def write(source: Source, out: Place, weights: Mapping[str, tuple[Entry, torch.dtype]]) -> None:
     """Writes weights, the state of all optimizers, and what `extra` has for every rank, as DCP's get_state_dict names
     them: {"model": ..., "optimizer": ..., and the entries of `extra`}. An optimizer of parameters that another steps,
     such as an average, is "optimizer_1". weights: by name what is read for it, and its dtype."""
-    index, read = source.index, dict[str, Any]()
+    index, read = source.index, dict[Tensor, Callable[[], Tensor]]()
 
     def in_full(entry: Entry, dtype: torch.dtype) -> Tensor:
         full, at = torch.empty(entry.geometry.shape, dtype=dtype, device="cpu"), 0
@@ -494,11 +496,11 @@ def write(source: Source, out: Place, weights: Mapping[str, tuple[Entry, torch.d
             at += len(piece)
         return full
 
-    def later(name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
-        read[name] = partial(in_full, entry, dtype)
-        return torch.empty(entry.geometry.shape, dtype=dtype, device="meta")
+    def later(entry: Entry, dtype: torch.dtype) -> Tensor:
+        read[found := torch.empty(entry.geometry.shape, dtype=dtype, device="meta")] = partial(in_full, entry, dtype)
+        return found
 
-    model: dict[str, Any] = {name: later(f"model.{name}", *of) for name, of in weights.items()}
+    model: dict[str, Any] = {name: later(*of) for name, of in weights.items()}
     model |= {name: decode(value) for name, value in under("model/", index.values).items()}
     whole: dict[str, Any] = {"model": model}
     for number, optimizer in enumerate(index.optimizers):
@@ -514,12 +516,11 @@ def write(source: Source, out: Place, weights: Mapping[str, tuple[Entry, torch.d
         )
         own = whole.setdefault(key, {"state": {}, "param_groups": []})
         own["param_groups"] += groups
-        for path, value in under(f"optimizer/{number}/", {**index.tensors, **index.values}).items():
-            name, _, of = path.rpartition("/")
+        for name, of, value, within in index.state(number):
             if isinstance(value, Entry):
-                value = later(f"{key}.state.{name}.{of}", value, value.geometry.dtype)
+                value = later(value, value.geometry.dtype)
             else:
-                value = decode(value)
+                value = decode(value, [later(entry, entry.geometry.dtype) for entry in within].__getitem__)
             own["state"].setdefault(name, {})[of] = value
     # Generators of random numbers are of a rank.
     extra = {key: one for key, one in index.extra.items() if not key.startswith(RESUMED) or key.count("/") == 2}

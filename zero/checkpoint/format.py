@@ -16,6 +16,7 @@ options and the user's `extra` are JSON's own, or an object with the member "$",
     {"$": "complex", "items": [real, imaginary]}
     {"$": "dict" or "Counter", "items": [[key, value], ...]}            with keys that are no strings, or "$" among them
     {"$": "tensor" or "array", "dtype": "F32", "shape": [...], "value": number or "base64": bytes}
+    {"$": "tensor", "number": 0}            in optimizer state: the tensor that is stored at <this path>/0
 
 What a resumed run needs besides its model and optimizer is in entries of `extra`, too:
 
@@ -33,7 +34,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -286,6 +287,16 @@ class Index:
         """The name that each of the model's names is stored under, or would be if it were not left out."""
         return {name: name for name in [*self.left_out, *under("model/", self.tensors)]} | self.tied
 
+    def state(self, number: int) -> Iterator[tuple[str, str, Any, list[Entry]]]:
+        """Of an optimizer's state the name of the parameter, the key, what is stored there, an Entry or JSON, and the
+        tensors within that."""
+        found = under(f"optimizer/{number}/", {**self.values, **self.tensors})
+        for path, value in found.items():
+            name, _, key = path.rpartition("/")
+            if name not in found:  # else it is within that
+                inside = takewhile(found.__contains__, (f"{path}/{position}" for position in count()))
+                yield name, key, value, [found[one] for one in inside]
+
     def weight(self, name: str, dtype: torch.dtype) -> Entry:
         """What a parameter or buffer is read from that shall have a dtype: if it is stored in another, its master."""
         entry = self.tensors[f"model/{name}"]
@@ -359,8 +370,9 @@ _TAG = "$"
 _MOST_BITS = 1 << 13  # of an integer: Python does not convert those of more than some thousand digits to text
 
 
-def encode(value: Any, where: str) -> Any:
-    """A value as JSON. where: its name in errors. Raises ValueError for anything but the above and numpy's numbers."""
+def encode(value: Any, where: str, apart: list[Tensor] | None = None) -> Any:
+    """A value as JSON. where: its name in errors. apart: gets the tensors with dimensions, which then are there by
+    number. Raises ValueError for anything but the above and numpy's numbers."""
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
@@ -375,12 +387,12 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, complex):
         return {_TAG: "complex", "items": [value.real, value.imag]}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [encode(item, f"{where}[{i}]", apart) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
     if isinstance(value, Mapping):
         if not isinstance(value, Counter) and _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+            return {key: encode(item, f"{where}[{key!r}]", apart) for key, item in value.items()}
+        items = [[encode(key, where), encode(item, f"{where}[{key!r}]", apart)] for key, item in value.items()]
         return {_TAG: "Counter" if isinstance(value, Counter) else "dict", "items": items}
     if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS and not isinstance(value, np.ma.MaskedArray):
         return {
@@ -390,6 +402,9 @@ def encode(value: Any, where: str) -> Any:
         }
     if isinstance(value, Tensor):
         refuse_unstorable(where, value)
+        if apart is not None and value.dim():
+            apart.append(value)
+            return {_TAG: "tensor", "number": len(apart) - 1}
         encoded = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
         if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
             return {**encoded, "value": value.item()}
@@ -401,23 +416,26 @@ def encode(value: Any, where: str) -> Any:
     )
 
 
-def decode(encoded: Any) -> Any:
+def decode(encoded: Any, apart: Callable[[int], Tensor] | None = None) -> Any:
+    """The value that was encoded. apart: returns the tensors that are there by number."""
     if isinstance(encoded, list):
-        return [decode(item) for item in encoded]
+        return [decode(item, apart) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     kind = encoded.get(_TAG)
     if kind is None:
-        return {key: decode(item) for key, item in encoded.items()}
+        return {key: decode(item, apart) for key, item in encoded.items()}
     if kind == "tuple":
-        return tuple(decode(item) for item in encoded["items"])
+        return tuple(decode(item, apart) for item in encoded["items"])
     if kind == "complex":
         return complex(*encoded["items"])
     if kind in ("dict", "Counter"):
-        items = {decode(key): decode(item) for key, item in encoded["items"]}
+        items = {decode(key): decode(item, apart) for key, item in encoded["items"]}
         return Counter(items) if kind == "Counter" else items
     if kind == "array":
         return decode({**encoded, _TAG: "tensor"}).numpy()
+    if apart is not None and "number" in encoded:
+        return apart(encoded["number"])
     dtype = DTYPES[encoded["dtype"]]
     if "value" in encoded:
         return torch.tensor(encoded["value"], dtype=dtype, device="cpu")

@@ -27,7 +27,7 @@ from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import storage
 from zero.checkpoint.files import Source
 from zero.checkpoint.format import RESUMED, Entry, Index, decode, label, listed, resumed, under
-from zero.checkpoint.shards import Held, Training
+from zero.checkpoint.shards import Held, Training, whole
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
@@ -95,9 +95,9 @@ def load(
     differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks; on another number of
     ranks it is left out, with a warning, and generators stay as they are.
 
-    Memory: state is overwritten in place. Besides there is one buffer of BUFFER (16 MiB), and one full tensor where its
-    dimensions are stored in another order than the model's, or in parts of another size (tensor parallelism), then with
-    a copy of one part.
+    Memory: state is overwritten in place, but for tensors in lists, which are new. Besides there is one buffer of
+    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's, or in parts
+    of another size (tensor parallelism), then with a copy of one part.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
     altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk
@@ -258,8 +258,8 @@ def _plan(
             raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
         group_here = {name: position for position, names in enumerate(here) for name in names}
         group_there = {name: position for position, group in enumerate(groups) for name in group["params"]}
-        state = under(f"optimizer/{number}/", {**index.values, **index.tensors})  # by the parameter's name and the key
-        if unknown := sorted({path.rpartition("/")[0] for path in state} - group_here.keys()):
+        state = [*index.state(number)]
+        if unknown := sorted({name for name, *_ in state} - group_here.keys()):
             raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
         if moved := [name for name, position in group_here.items() if group_there.get(name, position) != position]:
             raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
@@ -268,8 +268,7 @@ def _plan(
             stored_as[training.names[one.param]]: shards.part(one.param) for one in stepped_here(shards) if one.empty
         }
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
-        for path, value in state.items():
-            name, _, key = path.rpartition("/")
+        for name, key, value, within in state:
             if (part := empty.get(name)) is not None:
                 own = part if isinstance(value, Entry) else decode(value)
                 like_part = isinstance(own, Tensor) and key not in SINGLE
@@ -294,10 +293,22 @@ def _plan(
                     fits = isinstance(room, Tensor) and room.dtype == own.dtype and tuple(room.shape) == own.shape
                 if not fits:
                     room = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
-                tensors.append((value, Held(full, start, stop, path, room)))
+                tensors.append((value, Held(full, start, stop, f"{name}/{key}", room)))
                 own_state[key] = room
             else:
-                own_state[key] = decode(value)
+                if within and not one.is_full:
+                    raise ValueError(
+                        f"{key!r} of {name} has tensors within, and the parameter is cut between ranks here. Build the "
+                        "optimizer, or FSDP, with partition='whole'"
+                    )
+                rooms = [
+                    torch.empty_strided(full.shape, full.strides, dtype=full.dtype, device=one.tensor.device)
+                    for full in (entry.geometry for entry in within)
+                ]
+                tensors += [
+                    (entry, whole(f"{name}/{key}", room, False)) for entry, room in zip(within, rooms, strict=True)
+                ]
+                own_state[key] = decode(value, rooms.__getitem__)
         options = [decode(group["options"]) for group in groups]
         loads.append(partial(load_shards, shards, optimizer, taken, options))
     return tensors, loads

@@ -362,7 +362,10 @@ class Saving:
                 index.saved = {"by": by, "torch": torch.__version__, "at": at}
                 text = index.dumps().encode()
                 if len(text) > LONGEST:
-                    raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
+                    raise ValueError(
+                        f"the index would have {len(text)} bytes, more than the {LONGEST} that are read. Keep large "
+                        "tensors of extra, or of get_extra_state(), in buffers of the model"
+                    )
                 storage.publish(self._place, text, self._keep)
                 for name in names:
                     (self._place / name).remove()
@@ -457,8 +460,13 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[Index, list[H
                         "the optimizer knows which elements of the parameter they are for. Build the optimizer, or "
                         "FSDP, with partition='whole'."
                     )
-                elif one.start == 0 and (ranks.rank == 0 or not one.shared):
-                    index.values[path] = encode(value, path)
+                else:  # the tensors within it are stored as others are
+                    tensors = list[Tensor]()
+                    encoded_value = encode(value, path, tensors)
+                    parts = [whole(f"{path}/{number}", tensor, one.kept) for number, tensor in enumerate(tensors)]
+                    (common if one.shared else held_all).extend(parts)
+                    if one.start == 0 and (ranks.rank == 0 or not one.shared):
+                        index.values[path] = encoded_value
 
     if not ranks.writes:
         return index, [], common
