@@ -248,10 +248,10 @@ class Curious(ByParameter):
 
     def __init__(self, params: Any, lr: float = 0.1, *, secret: str) -> None:
         super().__init__(params, lr)
-        self.hidden = [secret]
+        self.hidden = {secret: torch.ones(2)}
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        assert self.hidden == ["known"]
+        assert "known" in self.hidden
         param.sub_(param.grad, alpha=group["lr"])
 
 

@@ -170,9 +170,10 @@ def test_what_is_left_of_a_wrapper_is_refused_and_nothing_is_unwrapped_within_a_
             told = ranks.refusal(lambda: zero.unwrap(model))
         assert "zero.unwrap()" in told and "between steps" in told
     zero.unwrap(model)
-    plain = zero.unwrap(nn.Module())
-    uses = [optimizer.step, optimizer.state_dict, lambda: zero.full_optimizer_state_dict(plain, optimizer)]
-    for use in (lambda: model(data(8, 6, rank=0)), *uses):
+    uses = [lambda: model(data(8, 6, rank=0)), optimizer.step]
+    if stage == 3:  # the OSS has its state still
+        uses += [optimizer.state_dict, lambda: zero.full_optimizer_state_dict(model.module, optimizer)]
+    for use in uses:
         assert "was unwrapped by zero.unwrap()" in ranks.refusal(use)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.measure.param_groups import Alike, called, described_options, is_data
+from zero.measure.param_groups import Alike, called, described_options, opaque
 from zero.measure.probe import Finding as Finding
 from zero.measure.probe import Kind as Kind
 from zero.measure.probe import probe, single_step
@@ -28,8 +28,8 @@ ELEMENTWISE: frozenset[type] = frozenset(
 SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
 """The entries of their state that are one value a parameter. All other tensors have the parameter's shape."""
 
-# By what is built; then by options, and the dtype of narrow parameters.
-_found: WeakKeyDictionary[Any, dict[tuple[str, torch.dtype | None], Finding]] = WeakKeyDictionary()
+# By what is built; then by options, the dtype of narrow parameters, and the identities of what no text describes.
+_found: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[Finding, list[ReferenceType[Any]]]]] = WeakKeyDictionary()
 
 _assumed: list[Finding] = []
 
@@ -87,8 +87,6 @@ def finding_of(
         remembered = _found.setdefault(unwrapped(optim), {})
     except TypeError:  # without weak references it is measured each time
         remembered = {}
-    if not is_data([asked, *map(dict, groups)]):  # two functions of one name may do different things
-        remembered = {}
     each = list[Finding]()
     for group in groups:
         sorts = dict(group)
@@ -97,14 +95,18 @@ def finding_of(
                 value = value.item()
             if isinstance(value, float):
                 sorts[name] = f"a number, {(value > 0) - (value < 0)}"
-        key = f"{described_options(asked)}; {described_options(sorts)}", narrow
-        if key not in remembered:
+        others = [*opaque([asked, dict(group)])]  # two functions of one name may do different things
+        key = (f"{described_options(asked)}; {described_options(sorts)}", narrow, *map(id, others))
+        if key not in remembered or not all(other() is not None for other in remembered[key][1]):
             finding = probe(build, group)
             if narrow and finding.kind is not Kind.COUPLED and single_step(build, group, narrow)[0]:
                 reason = f"it draws random numbers, for one {narrow} tensor after another"
                 finding = replace(finding, kind=Kind.COUPLED, reason=reason)
-            remembered[key] = finding
-        each.append(remembered[key])
+            with suppress(TypeError):  # of what has no weak references
+                remembered[key] = finding, [ref(other) for other in others]
+        else:
+            finding = remembered[key][0]
+        each.append(finding)
     worst = max(each, key=lambda one: [*Kind].index(one.kind))
     return replace(worst, writes_frozen=any(one.writes_frozen for one in each))
 

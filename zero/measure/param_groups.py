@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -103,13 +103,15 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, (Optimizer, nn.Module)) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
-def is_data(value: Any) -> bool:
-    """Whether a text says all of a value."""
+def opaque(value: Any) -> Iterator[Any]:
+    """Yields what is in a value of which a text does not say all."""
     if isinstance(value, dict):
-        return all(map(is_data, [*value, *value.values()]))
+        value = [*value, *value.values()]
     if type(value) in (list, tuple):
-        return all(map(is_data, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, Tensor))
+        for one in value:
+            yield from opaque(one)
+    elif value is not None and not isinstance(value, (int, float, complex, str, torch.dtype, torch.device, Tensor)):
+        yield value
 
 
 NO_OPTIONS = ("params", "param_names", SHARD_MARK)

@@ -125,19 +125,11 @@ class Arguments:
         """Raises ValueError for options that have parameters in them: the optimizer would look for these, and steps
         shards."""
         params = {param for _, param in named_params(groups)}
-
-        def has_any(value: Any) -> bool:
-            if isinstance(value, Mapping):
-                return any(map(has_any, [*value, *value.values()]))
-            if isinstance(value, (list, tuple, set)):
-                return any(map(has_any, value))
-            return isinstance(value, nn.Parameter) and value in params
-
         bound, optim = dict(self._defaults), self._optim
         while isinstance(optim, partial):
             bound, optim = {**optim.keywords, **bound}, optim.func
         for name, value in [pair for given in (bound, *map(options, groups)) for pair in given.items()]:
-            if has_any(value):
+            if _has_any(value, params):
                 raise ValueError(
                     f"{called(optim)} was given parameters of the model in {name}, and OSS steps shards in place of "
                     "these. Write what it says of a parameter on the parameter itself, as `param.scale = 0.5`: its "
@@ -197,6 +189,14 @@ class Arguments:
         if self.offload.active:
             with alike([self._comm], what := "the shards of OSS"):
                 self.offload.refuse_full(what)
+
+
+def _has_any(value: Any, params: set[nn.Parameter]) -> bool:
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return any(_has_any(one, params) for one in value)
+    return isinstance(value, nn.Parameter) and value in params
 
 
 def build_inner(

@@ -244,7 +244,7 @@ class ShardedDDP(Wrapper):
         _remove(self.casts)
         take_out_of(self.module)
         if not self._full:
-            retire_all(self._optimizers)
+            retire_all(self._optimizers, saves=True)
             retire(self._optimizers)
         return self.module
 

@@ -135,7 +135,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 # What a script writes on a parameter, now or later, such as a rate of its own, steps read on the shard.
-                self[param].__dict__ = param.__dict__
+                # Other classes of tensors keep there what they are, as does what stands for a tensor in a rehearsal.
+                if issubclass(type(param), nn.Parameter):
+                    self[param].__dict__ = param.__dict__
                 if index not in flat.shapes.spans:
                     self.empty.add(self[param])
             # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.

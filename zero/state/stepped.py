@@ -60,15 +60,15 @@ def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) ->
 _retired: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
 
 
-def retire(optimizer: Optimizer, why: str) -> None:
-    """Has what would step an optimizer, or save or load its state, raise RuntimeError from now on. why: the text."""
-    _retired[optimizer] = why
+def retire(optimizer: Optimizer, why: str, *, saves: bool = False) -> None:
+    """Has what would step an optimizer, or save or load its state, raise RuntimeError from now on. why: the text.
+    saves: what it has is its full state still, and may be saved."""
     # From the class: an optimizer that shards another has more to say when a hook is registered.
-    for register in (Optimizer.register_step_pre_hook, *_OF_STATE):
-        register(optimizer, partial(_refuse, why))
-
-
-_OF_STATE = (Optimizer.register_state_dict_pre_hook, Optimizer.register_load_state_dict_pre_hook)
+    Optimizer.register_step_pre_hook(optimizer, partial(_refuse, why))
+    if not saves:
+        _retired[optimizer] = why
+        Optimizer.register_state_dict_pre_hook(optimizer, partial(_refuse, why))
+        Optimizer.register_load_state_dict_pre_hook(optimizer, partial(_refuse, why))
 
 
 def _refuse(why: str, *_: Any) -> NoReturn:

@@ -111,14 +111,15 @@ UNWRAPPED = (
 )
 
 
-def retire_all(optimizers: Iterable[Optimizer]) -> None:
-    """Retires optimizers that hold shards of parameters that are full again."""
+def retire_all(optimizers: Iterable[Optimizer], *, saves: bool = False) -> None:
+    """Retires optimizers that hold shards of parameters that are full again. saves: as of `retire`."""
     for one in optimizers:
         retire(
             one,
             f"the model of this {type(one).__name__} was unwrapped by zero.unwrap(): the optimizer holds the state of "
             "shards, but the parameters are full again. Build a new optimizer. It can load full state that was saved "
             "before zero.unwrap().",
+            saves=saves,
         )
 
 
