@@ -23,7 +23,7 @@ import ranks
 import zero
 from matrix import WHOLE
 from runs import sgd
-from transports import TRANSPORTS, by
+from transports import READS, TRANSPORTS, by
 from zero._torch.process_groups import store_of
 from zero.comm import Comm, forked, host_memory
 from zoo import Stack, batch
@@ -210,6 +210,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_is_named(rank, world, transpo
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.skipif(not READS, reason="host memory")
 @ranks.on(2, timeout=20)
 def test_a_rank_that_has_no_memory_for_a_sum_says_so_itself(rank, world):
     with by("host memory"):
