@@ -95,15 +95,17 @@ def test_a_step_that_finds_memory_held_by_numpy_raises_on_every_rank_and_the_nex
     same(zero.full_state_dict(model, to=None), zero.full_state_dict(reference, to=None))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @ranks.on(2)
-def test_torch_export_of_a_sharded_model_is_refused_and_leaves_it_whole(rank, world):
-    model, optimizer = zero.setup(Net(), adam, stage=3)
-    for what in (model, model.module):
-        with pytest.raises(RuntimeError, match=r"zero\.unwrap"):
-            torch.export.export(what, (torch.ones(2, WIDTH),), strict=False)
-        model(torch.ones(2, WIDTH)).sum().backward()
-        optimizer.step()
-    assert len(zero.full_state_dict(model, to=None)) == len(Net().state_dict())
+def test_torch_export_of_a_sharded_model_is_refused_and_leaves_it_whole(rank, world, transport):
+    with by(transport):
+        model, optimizer = zero.setup(Net(), adam, stage=3)
+        for what in (model, model.module):
+            with pytest.raises(RuntimeError, match=r"zero\.unwrap"):
+                torch.export.export(what, (torch.ones(2, WIDTH),), strict=False)
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+        assert len(zero.full_state_dict(model, to=None)) == len(Net().state_dict())
 
 
 Use = Callable[[Any, Any, Tensor], object]

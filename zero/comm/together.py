@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from zero._torch.tensors import with_values
 from zero.comm.comm import Comm
 from zero.comm.oplog import AGREEMENT, COMPARISON, dumped, is_told, loaded, mark_told
 
@@ -53,7 +54,9 @@ class Together:
         if isinstance(error, Exception) and not known:
             log = max(self._logs, key=lambda log: len(log.ranks))  # one of this rank alone does not know its number
             raised = dumped(error, log.own)
-            with suppress(RuntimeError):  # the others are in another operation, and raise there
+            # Also where the error has ended a tracing, in which tensors have no values: the text is sent by some. Where
+            # others are in another operation, they raise there.
+            with with_values(), suppress(RuntimeError):
                 for comm, _ in self._groups:
                     comm.connect()
                     comm.log.failure.raised.publish(str(loaded(raised)))
