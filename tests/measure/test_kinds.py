@@ -242,9 +242,19 @@ def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fs
     same(trained(rank, stage, inside=inside), trained(rank, 0), "losses and weights")
 
 
+class Several(SGD):
+    """Steps by others, which it has in a list."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.others = [Adam(group["params"], lr) for group in self.param_groups]
+
+
+@pytest.mark.parametrize(("stage", "optim"), [(2, slow_adam), (2, Several), (3, Several)])
 @ranks.on(2)
-def test_state_of_a_wrapper_inside_is_refused_and_not_left_out(rank, world, tmp_path):
-    model, optimizer = zero.setup(built(), slow_adam, 2, lr=0.01)
+def test_state_of_optimizers_inside_is_refused_and_not_left_out(rank, world, tmp_path, stage, optim):
+    model, optimizer = zero.setup(built(), optim, stage, lr=0.01)
     save = partial(zero.checkpoint.save, tmp_path, model, optimizer)
-    for use in (partial(zero.full_optimizer_state_dict, model, optimizer), save, optimizer.state_dict):
-        assert "the Slow keeps its state in another optimizer (Adam)" in ranks.refusal(use)
+    full = partial(zero.full_optimizer_state_dict, model, optimizer)
+    for use in (full, save, *([optimizer.state_dict] if stage == 2 else [])):  # the user's own at stage 3
+        assert "keeps its state in another optimizer (Adam)" in ranks.refusal(use)

@@ -95,7 +95,7 @@ def finding_of(
                 value = value.item()
             if isinstance(value, float):
                 sorts[name] = f"a number, {(value > 0) - (value < 0)}"
-        others = [*opaque([asked, dict(group)])]  # two functions of one name may do different things
+        others = opaque([asked, group])  # two functions of one name may do different things
         key = (f"{described_options(asked)}; {described_options(sorts)}", narrow, *map(id, others))
         if key not in remembered or not all(other() is not None for other in remembered[key][1]):
             finding = probe(build, group)

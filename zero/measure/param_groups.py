@@ -75,7 +75,11 @@ class Alike:
     def has_tensors(self) -> str | None:
         """An attribute that has tensors of more than a number, or an optimizer or a module, which has some: these are
         of this one's parameters."""
-        return next((name for name, value in self.attributes.items() if _has_tensors(value)), None)
+        for name, value in self.attributes.items():
+            for one in within(value):
+                if isinstance(one, (Optimizer, nn.Module)) or (isinstance(one, Tensor) and one.dim() > 0):
+                    return name
+        return None
 
     def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
         optimizer = self._optimizer
@@ -95,23 +99,21 @@ class Alike:
         return made
 
 
-def _has_tensors(value: Any) -> bool:
+def within(value: Any) -> Iterator[Any]:
+    """Yields what is in nested containers, keys too, or the value itself."""
     if isinstance(value, Mapping):
-        return any(map(_has_tensors, [*value, *value.values()]))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_tensors, value))
-    return isinstance(value, (Optimizer, nn.Module)) or (isinstance(value, Tensor) and value.dim() > 0)
-
-
-def opaque(value: Any) -> Iterator[Any]:
-    """Yields what is in a value of which a text does not say all."""
-    if isinstance(value, dict):
         value = [*value, *value.values()]
-    if type(value) in (list, tuple):
+    if isinstance(value, (list, tuple, set)):
         for one in value:
-            yield from opaque(one)
-    elif value is not None and not isinstance(value, (int, float, complex, str, torch.dtype, torch.device, Tensor)):
+            yield from within(one)
+    else:
         yield value
+
+
+def opaque(value: Any) -> list[Any]:
+    """What is in a value of which a text does not say all."""
+    data = type(None), int, float, complex, str, torch.dtype, torch.device, Tensor
+    return [one for one in within(value) if not isinstance(one, data)]
 
 
 NO_OPTIONS = ("params", "param_names", SHARD_MARK)

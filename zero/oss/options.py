@@ -16,7 +16,7 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.measure.built import refuse_arguments
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
-from zero.measure.param_groups import alike_options, called, options, params_of
+from zero.measure.param_groups import alike_options, called, options, params_of, within
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.arguments import (
@@ -129,7 +129,7 @@ class Arguments:
         while isinstance(optim, partial):
             bound, optim = {**optim.keywords, **bound}, optim.func
         for name, value in [pair for given in (bound, *map(options, groups)) for pair in given.items()]:
-            if _has_any(value, params):
+            if any(isinstance(one, nn.Parameter) and one in params for one in within(value)):
                 raise ValueError(
                     f"{called(optim)} was given parameters of the model in {name}, and OSS steps shards in place of "
                     "these. Write what it says of a parameter on the parameter itself, as `param.scale = 0.5`: its "
@@ -189,14 +189,6 @@ class Arguments:
         if self.offload.active:
             with alike([self._comm], what := "the shards of OSS"):
                 self.offload.refuse_full(what)
-
-
-def _has_any(value: Any, params: set[nn.Parameter]) -> bool:
-    if isinstance(value, Mapping):
-        value = [*value, *value.values()]
-    if isinstance(value, (list, tuple, set)):
-        return any(_has_any(one, params) for one in value)
-    return isinstance(value, nn.Parameter) and value in params
 
 
 def build_inner(

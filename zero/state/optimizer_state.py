@@ -164,17 +164,16 @@ def state_held(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 def refuse_ownerless(optimizer: Optimizer) -> None:
     """Raises ValueError for state that is of no parameter, of which nobody knows whose it is, or that stands elsewhere
     than in the optimizer's `state`, where nobody would find it."""
-    name = type(optimizer).__name__
-    inside = [
-        one for one in vars(optimizer).values() if isinstance(one, Optimizer) and one.state is not optimizer.state
-    ]
+    name, of_zero = type(optimizer).__name__, hasattr(optimizer, "stepped_shards")
+    kept = () if of_zero else param_groups.within([*vars(optimizer).values()])
+    inside = [one for one in kept if isinstance(one, Optimizer) and one.state is not optimizer.state]
     if inside:
         raise ValueError(
             f"the {name} keeps its state in another optimizer ({type(inside[0]).__name__}), which would be left out. "
             "Train by that one alone, or save its weights alone: zero.full_state_dict(model)."
         )
     # Where a class makes it of more than torch does. A hook on it is the user's, who gets and loads its result.
-    own, of_zero = type(optimizer).state_dict, hasattr(optimizer, "stepped_shards")
+    own = type(optimizer).state_dict
     beside = own(optimizer).keys() - _KNOWN if own is not Optimizer.state_dict and not of_zero else ()
     if beside:
         raise ValueError(
